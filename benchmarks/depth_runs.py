@@ -2,6 +2,7 @@
 
     python benchmarks/depth_runs.py rates 64 [VARIANT ...]     # the learning rate of each variant, seed 100
     python benchmarks/depth_runs.py runs 64 [VARIANT ...]      # seeds 0 to 3, each variant at its rate
+    python benchmarks/depth_runs.py runs 128 denseformer --rate 0.0015  # the same at another rate, into WIDTH/other_rates
     python benchmarks/depth_runs.py budgets                    # runs whose rate decays, at three budgets
 
 VARIANT is a name of `VARIANTS`; without one, all are trained. Processes with different variants can run side by side.
@@ -81,6 +82,7 @@ def main() -> None:
     parser.add_argument("what", choices=["rates", "runs", "budgets"])
     parser.add_argument("width", type=int, nargs="?", default=64, choices=[64, 128])
     parser.add_argument("variants", nargs="*", metavar="VARIANT", default=list(VARIANTS))
+    parser.add_argument("--rate", type=float, help="train the seeds at this learning rate, into WIDTH/other_rates")
     options = parser.parse_args()
     if unknown := set(options.variants) - set(VARIANTS):
         parser.error(f"VARIANT must be one of {', '.join(VARIANTS)}, got {', '.join(unknown)}")
@@ -91,11 +93,12 @@ def main() -> None:
                     decaying(variant, budget, seed)
         return
     for variant in options.variants:
-        rate = best_rate(options.width, variant)
+        rate = options.rate or best_rate(options.width, variant)
+        folder = "other_rates" if options.rate else "runs"
         print(f"{variant}: {rate:g}", flush=True)
         for seed in SEEDS if options.what == "runs" else ():
             settings = [f"train.learning_rate={rate:g}", f"seed={seed}"]
-            trained(options.width, f"runs/{rate:g}-{variant}-{seed}", variant, settings)
+            trained(options.width, f"{folder}/{rate:g}-{variant}-{seed}", variant, settings)
 
 
 if __name__ == "__main__":

@@ -24,6 +24,7 @@ from crosslayer.probe.model import unwrapped
 from crosslayer.verbs.export.formats import stock_config, stock_model, write_deci
 from crosslayer.verbs.export.layers import culprits, remaining_layers, rope, unlike_llama, unsupported
 from crosslayer.verbs.retrofit.page import title
+from crosslayer.verbs.serve.caches import not_servable
 
 USE = re.compile(r"## Use\n.*?(?=\n## |\Z)", re.DOTALL)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -88,7 +89,7 @@ def export(
     # The config decides, so this stands before any weights are read.
     if translated is not None and (reason := refusal(translated, to)) is not None:
         others = [form for form in REFUSALS if refusal(translated, form) is None]
-        advice = f"use `to` {' or '.join(others)}" if others else "no other format can hold it; run it with crosslayer"
+        advice = f"use `to` {' or '.join(others)}" if others else f"no other format can hold it; {_as_it_is(translated)}"
         raise ValueError(f"cannot export to {to}: {reason}; {advice}")
 
     # Weights keep the dtype in which they are stored, not the one that a run would choose, and stay on the CPU.
@@ -108,6 +109,13 @@ def export(
         write_manifest(partial, written, config)  # with logits on fixed ids, which other programs must reproduce
         size = sum(path.stat().st_size for path in partial.rglob("*"))
     return Exported(model=name, to=to, dtype=dtype_name, bytes=size, **facts)
+
+
+def _as_it_is(config: CrossLayerConfig) -> str:
+    """Return what runs a model that no format can hold."""
+    if not_servable(config) is None:
+        return "vLLM runs it as it is, with crosslayer serve"
+    return "transformers runs it as it is, with crosslayer installed"
 
 
 def _card(model: PreTrainedModel | str | Path, loaded: PreTrainedModel, name: str, to: str, tokenizer: bool) -> str:

@@ -36,6 +36,7 @@ from crosslayer.judge.rows import bytes_row, retrieval_rows, time_row, window_ro
 from crosslayer.judge.tasks.harness import Tasks, read_tasks, task_names
 from crosslayer.machine import seconds
 from crosslayer.models.load import model_facts, public_name, ready_model
+from crosslayer.models.pair import causal_config
 from crosslayer.output.progress import progress
 from crosslayer.probe.model import check_ids, config_positions, unwrapped
 from crosslayer.verbs.fit_codec.fitting import Fitting
@@ -108,8 +109,8 @@ def fit_codec(
         device: cpu, cuda, …; default: the GPU if there is one. In Python only if `model` is a name.
 
     Raises:
-        ValueError: an option is wrong, there is too little text, or the model has shared or chosen layers, MLA, or
-            cross-attention.
+        ValueError: an option is wrong, there is too little text, or the model is no causal LM, or has shared or chosen
+            layers, MLA, or cross-attention.
     """
     source = unwrapped(model)
     check_extra("store", "a codec", "pcodec")
@@ -218,6 +219,7 @@ class CodecJob:
 
         `prompt` are the tokens of a stored prompt that are asked for, None for the default.
         """
+        causal_config("fit-codec", model)  # an encoder has no cache
         shapes = read_shapes(model)
 
         # a sliding layer no longer holds all of a longer prompt

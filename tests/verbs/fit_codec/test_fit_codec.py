@@ -132,3 +132,8 @@ def test_too_little_calibration_is_refused_before_it_is_read():
     with pytest.raises(ValueError, match=f"{windows} windows"):
         crosslayer.fit_codec(model, share=0.5, **OPTIONS, **TEXTS)
     assert calls[0] < 8  # to find how keys turn
+
+
+def test_an_encoder_is_refused_by_name():
+    with pytest.raises(ValueError, match="causal LM, got BertModel"):
+        crosslayer.fit_codec(tiny("bert"), **OPTIONS, **TEXTS)

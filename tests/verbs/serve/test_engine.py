@@ -93,6 +93,20 @@ def test_memory_counts_the_type_of_the_cache_and_the_processes(folder):
             servable(folder, kv_memory=(least - 192 / engine.GIB) / share, flags=flags)
 
 
+def test_short_memory_is_said_where_vllm_would_take_a_share_of_all(monkeypatch):
+    half = types.SimpleNamespace(total=10 * engine.GIB, available=5 * engine.GIB)
+    monkeypatch.setattr(engine.psutil, "virtual_memory", lambda: half)
+    monkeypatch.setattr(engine.torch.cuda, "is_available", lambda: False)
+    monkeypatch.delenv("VLLM_CPU_KVCACHE_SPACE", raising=False)
+    text = engine.memory_warning(None, [])
+    assert "92%" in text and "9.2 GiB" in text and "5.0 GiB" in text and "--kv-memory 1" in text
+    assert engine.memory_warning(1.0, []) is None
+    assert engine.memory_warning(None, ["--kv-cache-memory-bytes", "1000"]) is None
+    assert engine.memory_warning(None, ["--gpu-memory-utilization=0.5"]) is None
+    monkeypatch.setattr(engine.torch.cuda, "is_available", lambda: True)
+    assert engine.memory_warning(None, []) is None
+
+
 @pytest.mark.parametrize("size", [0, -1, float("nan"), float("inf")])
 def test_memory_must_be_a_size(folder, size):
     with pytest.raises(ValueError, match=f"^`kv_memory` must be above 0 GiB, got {size:g}"):
@@ -149,6 +163,7 @@ def test_the_command_line_says_it_in_one_line(tmp_path, monkeypatch, capsys):
     assert "pip install '.[vllm]'" in line(*both, "--engine", "vllm")
     assert "--engine" in line(*both, "--engine", "vlm")
     assert "--kv-memory needs --engine vllm" in line(*both, "--kv-memory", "1")
+    assert "crosslayer serve MODEL -- --max-num-seqs" in line("serve", "smollm2", "--max-num-seqs", "4")
     assert "--device, --attention, --evict" in line(*both, "--engine", "vllm", "--device", "cpu")
 
 

@@ -57,6 +57,14 @@ EMBEDDED = {
 }
 
 
+def described(name: str) -> str:
+    """Return a model's name, of an embedded one with what it is: some have weights of 4 bits."""
+    if name not in EMBEDDED:
+        return name
+    bits = "" if EMBEDDED[name].sha256 is None else ", weights of 4 bits"  # those are GGUF files
+    return f"{name} ({EMBEDDED[name].hub}{bits})"
+
+
 def check_known(name: str, option: str = "a model") -> None:
     """Refuse a name that is nearly that of an embedded model, and no path and no hub name of an organization.
 

@@ -25,7 +25,7 @@ from transformers import (
 
 from crosslayer.core.transformers_versions import attention_that_caps
 from crosslayer.hub import hub_source, is_hub_name
-from crosslayer.models.embedded import EMBEDDED, check_known, embedded_folder, embedded_name
+from crosslayer.models.embedded import EMBEDDED, check_known, described, embedded_folder, embedded_name
 from crosslayer.models.errors import check_layers, one_line_errors
 from crosslayer.output.card import split_card
 from crosslayer.output.formatting import folder_name
@@ -154,7 +154,7 @@ def ready_model(
         return model, tokenizer
     if tokenizer is not None:
         raise ValueError("a model given by name has its own tokenizer; leave tokenizer=… out")
-    with progress(f"loading {model}", 0):
+    with progress(f"loading {described(str(model))}", 0):
         return load_model(str(model), dtype=dtype, device=device)
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+from crosslayer.models.embedded import described
 from crosslayer.models.load import (
     is_causal,
     load_config,
@@ -47,7 +48,7 @@ class Loadable:
         """Return the model; one that is named is loaded at every call, and its memory is free once nobody holds it."""
         if isinstance(self.source, PreTrainedModel):
             return self.source
-        with progress(f"loading {self.source}", 0):
+        with progress(f"loading {described(str(self.source))}", 0):
             return load_model(str(self.source), dtype=self.dtype, device=self.device)[0]
 
 

@@ -181,7 +181,10 @@ def _with(plan: ModelPlan, method: Method) -> ModelPlan:
             for source in merged.reads(state, reader):
                 if layers[reader] != layers[source]:
                     pair = f"{where} would read {state} of layer {source} ({layers[source].mask})"
-                    raise ValueError(f"{pair}; layers of different kinds cannot share")
+                    alike = [[low, low + 1] for low in range(len(layers) - 1) if layers[low] == layers[low + 1]]
+                    form = json.dumps({"name": method.name(), "groups": alike[-1:]})
+                    hint = f"; name groups of one kind: {form}" if alike and hasattr(method, "groups") else ""
+                    raise ValueError(f"{pair}; layers of different kinds cannot share{hint}")
         windowed = layers[reader].window is not None or layers[reader].every is not None
         if windowed and wiring.involves_choice(reader):
             raise ValueError(f"{where}: chosen tokens need full causal attention")

@@ -89,7 +89,9 @@ def export(
     # The config decides, so this stands before any weights are read.
     if translated is not None and (reason := refusal(translated, to)) is not None:
         others = [form for form in REFUSALS if refusal(translated, form) is None]
-        advice = f"use `to` {' or '.join(others)}" if others else f"no other format can hold it; {_as_it_is(translated)}"
+        advice = (
+            f"use `to` {' or '.join(others)}" if others else f"no other format can hold it; {_as_it_is(translated)}"
+        )
         raise ValueError(f"cannot export to {to}: {reason}; {advice}")
 
     # Weights keep the dtype in which they are stored, not the one that a run would choose, and stay on the CPU.

@@ -1,7 +1,7 @@
 """Measures stored prompt caches: the codec, itself without each of its parts, and its rivals, on the same windows.
 
     python benchmarks/codecs.py smollm2 --out FILE [--text NAME=FILE …] [--fit-text NAME=FILE …] [--windows 4]
-        [--prompt 640] [--continued 128] [--ways kvtc,codec@12.5 …] [--matrix [--share 6.25]] [--zone 0.1]
+        [--prompt 640] [--continued 128] [--ways kvtc,codec@12.5 …] [--matrix [--share 6.25]] [--zone 0.1] [--save DIR]
 
 A text is a file, a dataset, or an embedded domain. The exact model reads each prompt once. KL(exact ‖ stored) is in
 nats per token over the next `--continued` tokens, and bytes are a share of the 16-bit cache. FILE is rewritten after
@@ -167,7 +167,8 @@ def run(given: argparse.Namespace, model: Any, tokenizer: Any) -> dict[str, Any]
     settings |= {"text": list(dict.fromkeys(judged.domains)), "fit_text": list(dict.fromkeys(windows["fit"].domains))}
     record = opened(given.out, settings)
     record |= {"domains": judged.domains, "documents": judged.documents}
-    ways = Ways(model, windows["fit"].ids, windows["held out"].ids[:, : given.prompt], given.prompt, given.seed)
+    held_out = windows["held out"].ids[:, : given.prompt]
+    ways = Ways(model, windows["fit"].ids, held_out, given.prompt, given.seed, tokenizer)
     units = chosen(matrix_units(given, model, windows) if given.matrix else ways.units(), given.ways)
     missing = {name: make for name, make in units.items() if name not in {row["unit"] for row in record["rows"]}}
     raw = given.prompt * 2 * sum(shape.width for shape in ways.shapes)
@@ -187,6 +188,8 @@ def run(given: argparse.Namespace, model: Any, tokenizer: Any) -> dict[str, Any]
             record["shared_seconds"] |= ways.seconds
             summarize(record, given)
             write(record, given.out)
+            if given.save and unit in ways.codecs:
+                ways.codecs[unit].save(given.save / unit)
             print(f"{unit}: {time.process_time() - started:.0f} s", flush=True)
     return record
 
@@ -220,6 +223,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--matrix", action="store_true")
     parser.add_argument("--share", type=float, default=6.25, help="of --matrix, in percent")
     parser.add_argument("--zone", type=float, default=entropy.ZONE, help="of all codes, in steps")
+    parser.add_argument("--save", type=Path, help="folder in which the fitted codecs are kept, as codec@12.5")
     parser.add_argument("--threads", type=int)
     given = parser.parse_args(arguments)
     if given.threads:

@@ -2,7 +2,8 @@
 
     python benchmarks/depth_results.py     # prints the tables, writes docs/figures/depth_speedup.svg
 
-One record for each width (docs/evidence/depth_connections/WIDTH), as `crosslayer compare --step-rounds` wrote it. The
+One record for each width (docs/evidence/depth_connections/WIDTH), as `crosslayer compare --step-rounds` wrote it. A
+record in WIDTH/other_rates has variants at another learning rate than the rule gave, of which the page shows a row. The
 pairs of question 3 stand in docs/LOG.md; their differences are paired by seed, with Holm's correction over all of them.
 """
 
@@ -48,25 +49,33 @@ def records() -> dict[int, crosslayer.Comparison]:
     return {int(file.parent.name): crosslayer.load_result(file.parent) for file in folders}
 
 
-def table(record) -> list[str]:
-    """Return the rows of a width, the fastest in tokens first."""
-    rates = {variant.label: variant.learning_rate for variant in record.variants}
+def table(width: int, record: crosslayer.Comparison) -> list[str]:
+    """Return the rows of a width, the fastest in tokens first; a variant at another rate follows at the end."""
     (configuration,) = record.configurations
     base = [run.final_loss for run in record.runs_of(configuration.label, "vanilla")]
+    rate = next(variant.learning_rate for variant in record.variants if variant.label == "vanilla")
     rows = [
         "| variant | learning rate | loss | × in tokens | × in FLOPs | × in seconds | a step's time |",
         "|" + "---|" * 7,
+        f"| vanilla | {rate:g} | {sum(base) / len(base):.3f} | 1 | 1 | 1 | 1 |",
     ]
-    rows.append(f"| vanilla | {rates['vanilla']:g} | {sum(base) / len(base):.3f} | 1 | 1 | 1 | 1 |")
+    rows += outcome_rows(record)
+    if (EVIDENCE / str(width) / "other_rates" / "record.json").is_file():
+        rows += outcome_rows(crosslayer.load_result(EVIDENCE / str(width) / "other_rates"))
+    return rows
+
+
+def outcome_rows(record: crosslayer.Comparison) -> list[str]:
+    """Return a row for each variant of a record but the baseline, the fastest in tokens first."""
+    rates = {variant.label: variant.learning_rate for variant in record.variants}
+    rows = []
     for outcome in sorted(record.outcomes, key=lambda one: -one.speedup.tokens.value if one.speedup else 0):
         found = outcome.speedup
-        ratios = [one.text(2) for one in (found.tokens, found.flops, found.seconds)] if found else ["?"] * 3
-        change = outcome.final.change.text(3, signed=True)
         cells = [
             NAMES[outcome.variant],
             f"{rates[outcome.variant]:g}",
-            change,
-            *ratios,
+            outcome.final.change.text(3, signed=True),
+            *([one.text(2) for one in (found.tokens, found.flops, found.seconds)] if found else ["?"] * 3),
             outcome.step_time.change.text(2),
         ]
         rows.append(f"| {' | '.join(cells)} |")
@@ -180,7 +189,7 @@ def held_out(run: crosslayer.TrainingRun) -> Curve:
 def main() -> None:
     found = records()
     for width, record in found.items():
-        print(f"\nwidth {width}\n", *table(record), sep="\n")
+        print(f"\nwidth {width}\n", *table(width, record), sep="\n")
     (FIGURES / "depth_speedup.svg").write_text(vl_convert.vegalite_to_svg(figure(found)), encoding="utf-8")
     print("", *pairs(found), "", *budget_check(), sep="\n")
 

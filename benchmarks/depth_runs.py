@@ -2,7 +2,7 @@
 
     python benchmarks/depth_runs.py rates 64 [VARIANT ...]     # the learning rate of each variant, seed 100
     python benchmarks/depth_runs.py runs 64 [VARIANT ...]      # seeds 0 to 3, each variant at its rate
-    python benchmarks/depth_runs.py runs 128 denseformer --rate 0.0015  # the same at another rate, into WIDTH/other_rates
+    python benchmarks/depth_runs.py runs 128 denseformer --rate 0.0015  # seeds at another rate, into WIDTH/other_rates
     python benchmarks/depth_runs.py budgets                    # runs whose rate decays, at three budgets
 
 VARIANT is a name of `VARIANTS`; without one, all are trained. Processes with different variants can run side by side.

@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 
 from codec_rivals.parts import with_bytes, with_fixed_lengths, without_depth, without_metric, without_steps
 from codec_rivals.rivals import Aqua, Integers, Kvtc, bases_of, ways_of
+from crosslayer.codec.codec import Codec
 from crosslayer.codec.fit import BASIS, Calibration, calibrate, fit_chain_at
 from crosslayer.codec.quality import Way, coded, rounded
 from crosslayer.codec.states import read_shapes
@@ -35,11 +36,15 @@ class Ways:
 
     Attributes:
         seconds: of the processor, for what several ways share.
-
+        codecs: whole codecs that were made, by unit.
     """
 
-    def __init__(self, model: PreTrainedModel, ids: Tensor, held_out: Tensor, prompt: int, seed: int):
+    def __init__(
+        self, model: PreTrainedModel, ids: Tensor, held_out: Tensor, prompt: int, seed: int, tokenizer: Any = None
+    ):
         self.model, self.ids, self.held_out, self.prompt, self.seed = model, ids, held_out, prompt, seed
+        self.tokenizer = tokenizer  # which a codec that is saved remembers
+        self.codecs: dict[str, Codec] = {}
         self.shapes = read_shapes(model)
         if any(shape.holds(prompt) < prompt for shape in self.shapes):
             least = min(shape.window or prompt + 1 for shape in self.shapes)
@@ -66,7 +71,7 @@ class Ways:
     def fitting(self, without: str = "") -> Fitting:
         """Return what a codec is fitted to, without a part."""
         if not without:
-            plain = Fitting(self.model, None, self.shapes, self.prompt)
+            plain = Fitting(self.model, self.tokenizer, self.shapes, self.prompt)
             return self.shared("fitting", lambda: plain.weigh(self.data, self.ids))
         fitting = copy(self.fitting())
         change = {"metric": without_metric, "steps": without_steps, "depth": lambda data: data}[without]
@@ -87,7 +92,10 @@ class Ways:
             chain = with_bytes(chain, fitting.data, wanted, with_fixed_lengths)
         else:
             chain = with_bytes(chain, fitting.data, wanted)
-        return Made({without or "codec": coded(fitting.codec(chain))}, chain.numbers)
+        codec = fitting.codec(chain)
+        if not without:
+            self.codecs[f"codec@{budget:g}"] = codec
+        return Made({without or "codec": coded(codec)}, chain.numbers)
 
     def kvtc(self, budget: float) -> Made:
         """Return KVTC, whose bytes with four exact tokens are the budget."""

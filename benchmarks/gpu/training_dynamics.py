@@ -85,6 +85,7 @@ EXPERIMENTS = {
             "mudd": ["mudd"],
             "denseformer": ["denseformer"],
             "resformer, learnable": ["resformer"],
+            "hyper-connections (mHC)": ["hyper_connections"],
         },
         steps=1831,  # 60M tokens
         constant=True,

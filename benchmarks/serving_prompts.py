@@ -133,7 +133,9 @@ def measure(
 
 def start(way: str, source: str, folder: str, dtype: str, length: int, eager: bool) -> subprocess.Popen:
     words = [sys.executable, __file__, source, folder, "--way", way, "--dtype", dtype, "--lengths", str(length)]
-    env = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1", **os.environ}  # GiB of each engine
+    # GiB of each engine; on a CPU all compute on the same cores, as `crosslayer serve` lets them
+    own = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_NUM_OF_RESERVED_CPU": "1"}
+    env = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", **own, **os.environ}
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     engine = subprocess.Popen(words + ["--eager"] * eager, env=env, **pipes)
     if engine.stdout.readline() != "ready\n":

@@ -13,9 +13,11 @@ PLAIN = 1e-3  # a weight over depth that is as close to 1 is that of a plain res
 
 def depth_panels(depth: DepthWeights) -> list[Panel]:
     """Return what sublayers read of earlier outputs and, where there are several residual streams, through which."""
+    first = ", ".join(f"{index} is {name}" for index, name in enumerate(depth.sources[:3]))
     sentence = (
         "Mean weight of each earlier output in a sublayer's input; the last row is the output. Plain residuals have "
-        "ones. A bright diagonal: each sublayer reads the one before. A bright first column: the embedding."
+        "ones. A bright diagonal: each sublayer reads the one before. A bright first column: the embedding. Of the "
+        f"sources, {first}, and so on; sublayer 0 is the first of layer 0."
     )
     drawn = [("depth_weights", "Weights over depth", sentence, "source (0 = embedding)", depth.weights, depth.sources)]
     if depth.streams is not None and depth.pairs is not None:

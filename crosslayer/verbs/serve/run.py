@@ -59,6 +59,9 @@ def serve(
         passed += store_flags(
             served.source, served.config, engine.flag_values(passed), prompt_store, codec, prompt_limit
         )
+        # On a CPU, vLLM reserves one core more for a connector, or none at all if it has only two: with a store it
+        # would then compute on other cores than without, in the scheduler's way.
+        os.environ.setdefault("VLLM_CPU_NUM_OF_RESERVED_CPU", "1")
     elif (prompt_store, codec, prompt_limit) != (None, None, None):
         raise ValueError("`prompt_store` and `codec` must be given together, and `prompt_limit` with them")
     engine.check_port(host, port)

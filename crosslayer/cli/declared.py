@@ -110,12 +110,6 @@ class Verb:
         order = [name for names in self.panels.values() for name in names]
         return tuple(sorted((*options, *EVERYWHERE), key=lambda option: (*order, option.name).index(option.name)))
 
-    def panel(self, option: Option) -> str | None:
-        """Return the panel of the help in which an option stands; None: the first one."""
-        if self.panels:
-            return next(panel for panel, names in self.panels.items() if option.name in names)
-        return "Text" if option.kind in TEXTS else "Output" if option.name in OUTPUT else None
-
     def _shown(self) -> tuple[Option, ...]:
         return tuple(
             replace(option, text=option.text.partition(" In Python")[0])

@@ -14,7 +14,7 @@ from crosslayer.environment import quiet_transformers
 from crosslayer.extras import check_extra
 from crosslayer.models.load import load_config, origin, public_name, ready_model
 from crosslayer.models.pair import causal_config
-from crosslayer.output.card import card, common_facts, split_card, use
+from crosslayer.output.card import LIBRARIES, card, split_card, use
 from crosslayer.output.folder import check_free, whole_folder
 from crosslayer.output.formatting import Shown, ranges
 from crosslayer.output.manifest import write_manifest
@@ -89,7 +89,9 @@ def export(
     # The config decides, so this stands before any weights are read.
     if translated is not None and (reason := refusal(translated, to)) is not None:
         others = [form for form in REFUSALS if refusal(translated, form) is None]
-        advice = f"use `to` {' or '.join(others)}" if others else f"no other format can hold it; {_as_it_is(translated)}"
+        advice = (
+            f"use `to` {' or '.join(others)}" if others else f"no other format can hold it; {_as_it_is(translated)}"
+        )
         raise ValueError(f"cannot export to {to}: {reason}; {advice}")
 
     # Weights keep the dtype in which they are stored, not the one that a run would choose, and stay on the CPU.
@@ -127,7 +129,8 @@ def _card(model: PreTrainedModel | str | Path, loaded: PreTrainedModel, name: st
     note = f"Written by `crosslayer export --to {to}`: it opens without crosslayer."
     section = f"## Use\n\n{note}\n\n{use(to, tokenizer)}\n"
     body = USE.sub(lambda _: section, body, count=1) if USE.search(body) else f"{body.rstrip()}\n\n{section}"
-    return card({"tags": ["crosslayer"], **origin(model), **facts, **common_facts(to)}, body)
+    loaded_by = {"library_name": LIBRARIES[to], "pipeline_tag": "text-generation"}
+    return card({"tags": ["crosslayer"], **origin(model), **facts, **loaded_by}, body)
 
 
 def _write(

@@ -68,7 +68,9 @@ def store(url: str, *, verify: bool = True, limit: str | None = None, remove_dam
     files = Files(url)
     most = None if limit is None else parse_bytes(limit, "`limit`")
     if not files.system.exists(files.folder):
-        raise ValueError(f"the store {url!r} does not exist; serve --prompt-store or PromptStore makes it when it saves a prompt")
+        raise ValueError(
+            f"the store {url!r} does not exist; serve --prompt-store or PromptStore makes it when it saves a prompt"
+        )
     before = sum(entry.size for entry in files.entries())
     left = before if most is None else prune(files, most)[0]
     entries = files.entries()

@@ -89,9 +89,11 @@ def export(
     # The config decides, so this stands before any weights are read.
     if translated is not None and (reason := refusal(translated, to)) is not None:
         others = [form for form in REFUSALS if refusal(translated, form) is None]
-        advice = (
-            f"use `to` {' or '.join(others)}" if others else f"no other format can hold it; {_as_it_is(translated)}"
-        )
+        advice = f"use `to` {' or '.join(others)}"
+        if not others and not_servable(translated) is None:
+            advice = "no other format can hold it; vLLM runs it as it is, with crosslayer serve"
+        elif not others:
+            advice = "no other format can hold it; transformers runs it as it is, with crosslayer installed"
         raise ValueError(f"cannot export to {to}: {reason}; {advice}")
 
     # Weights keep the dtype in which they are stored, not the one that a run would choose, and stay on the CPU.
@@ -111,13 +113,6 @@ def export(
         write_manifest(partial, written, config)  # with logits on fixed ids, which other programs must reproduce
         size = sum(path.stat().st_size for path in partial.rglob("*"))
     return Exported(model=name, to=to, dtype=dtype_name, bytes=size, **facts)
-
-
-def _as_it_is(config: CrossLayerConfig) -> str:
-    """Return what runs a model that no format can hold."""
-    if not_servable(config) is None:
-        return "vLLM runs it as it is, with crosslayer serve"
-    return "transformers runs it as it is, with crosslayer installed"
 
 
 def _card(model: PreTrainedModel | str | Path, loaded: PreTrainedModel, name: str, to: str, tokenizer: bool) -> str:
@@ -166,7 +161,7 @@ def _write(
 
 def no_stock_class(config: CrossLayerConfig) -> str | None:
     """Return why no stock class can hold the remaining layers of a model, None if one can."""
-    partial = [layer.number for layer in remaining_layers(config) if not layer.whole]
+    partial = [layer.number for layer in remaining_layers(config) if layer.attention != "own" or not layer.mlp]
     if partial:
         return (
             f"layers {ranges(partial)} lack attention or MLP ({culprits(config, partial)}), which every layer of a "

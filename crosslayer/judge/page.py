@@ -62,7 +62,7 @@ def listing(title: str, rows: Sequence[Row], details: dict[str, str] | None = No
 
 
 def grid(title: str, head: str, cells: Iterable[tuple[str, str, Cell]]) -> Table:
-    """Return a table of cells, each with the line and the column that it stands in; `head` is that of the lines."""
+    """Return a table of cells, each given with its line and its column; `head` is that of the lines."""
     placed = {(line, column): cell for line, column, cell in cells}
     lines = dict.fromkeys(line for line, _ in placed)
     columns = dict.fromkeys(column for _, column in placed)

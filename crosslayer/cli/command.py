@@ -14,10 +14,10 @@ from typing import Annotated, Any
 import typer
 
 from crosslayer import _start
-from crosslayer.cli.declared import REQUIRED, TEXTS, Call, Option, Verb
+from crosslayer.cli.declared import OUTPUT, REQUIRED, TEXTS, Call, Option, Verb
 from crosslayer.cli.early import check_typed
 from crosslayer.output.folder import check_free, check_target, free_name, locked_folder
-from crosslayer.output.progress import NoProgress, Progress, metered_by, print_to, say
+from crosslayer.output.progress import Progress, metered_by, no_progress, print_to, say
 
 COLORS = {"pass": "green", "fail": "red", "skip": "yellow"}  # of cells with a `Mark`
 TYPES = {"int": int, "float": float, "bool": bool}
@@ -76,7 +76,11 @@ def command_of(verb: Verb) -> Callable[..., None]:
     declared: list[tuple[Option, Any]] = [(option, typer.Argument(help=option.text)) for option in verb.arguments]
     for option in verb.options:
         metavar = METAVARS.get(option.name) or METAVARS.get(option.kind)
-        panel = verb.panel(option)
+        # the panel of the help in which it stands; None: the first one
+        if verb.panels:
+            panel = next(panel for panel, names in verb.panels.items() if option.name in names)
+        else:
+            panel = "Text" if option.kind in TEXTS else "Output" if option.name in OUTPUT else None
         declared.append((option, typer.Option(option.flag, help=option.text, metavar=metavar, rich_help_panel=panel)))
 
     parameters = []
@@ -142,7 +146,7 @@ def run(verb: Verb, typed: dict[str, Any]) -> None:
     _start.command_line = shlex.join(["crosslayer", *words])
     _start.typed = {name: without_folders(typed[name]) for name in ("model", "out") if typed.get(name)}
     try:
-        with metered_by(Progress if is_first else NoProgress):
+        with metered_by(Progress if is_first else no_progress):
             result = call(**arguments)
         if is_first:
             _show(result, typed, verb.is_saved and out is not None)

@@ -76,7 +76,8 @@ class Verb:
     group: str
     call: Call
     beside: dict[str, Call]
-    count: int  # of positional arguments
+    arguments: tuple[Option, ...]  # the positional ones
+    named: tuple[Option, ...]  # the other parameters of the call that a shell has
     out: str | None  # the default output folder; None: nothing is saved, "": --out is required
     needs_torch: bool = True
     panels: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # of the help: names of options in their order
@@ -93,15 +94,10 @@ class Verb:
         return has_result and all(option.name != "out" for option in self.call.parameters)
 
     @property
-    def arguments(self) -> tuple[Option, ...]:
-        """The positional arguments."""
-        return self._shown()[: self.count]
-
-    @property
     def options(self) -> tuple[Option, ...]:
         """The options, in the order of panels: those of the call, of the command line alone, and of all verbs."""
         own = [option for call in self.beside.values() for option in call.parameters if option.default is not REQUIRED]
-        options = [*self._shown()[self.count :], *own]
+        options = [*self.named, *own]
         if self.is_saved:
             default = REQUIRED if self.out == "" else self.out
             text = "output folder for report.html, record.json and figures"
@@ -110,31 +106,25 @@ class Verb:
         order = [name for names in self.panels.values() for name in names]
         return tuple(sorted((*options, *EVERYWHERE), key=lambda option: (*order, option.name).index(option.name)))
 
-    def panel(self, option: Option) -> str | None:
-        """Return the panel of the help in which an option stands; None: the first one."""
-        if self.panels:
-            return next(panel for panel, names in self.panels.items() if option.name in names)
-        return "Text" if option.kind in TEXTS else "Output" if option.name in OUTPUT else None
-
-    def _shown(self) -> tuple[Option, ...]:
-        return tuple(
-            replace(option, text=option.text.partition(" In Python")[0])
-            for option in self.call.parameters
-            if option.name not in self.beside and not option.text.startswith("in Python")
-        )
-
 
 def read_verb(name: str) -> Verb:
     """Return the verb that a folder declares."""
     folder = import_module(f"crosslayer.verbs.{name}")
     call = read_calls(PACKAGE / "verbs" / name / "run.py")[name]
     beside = read_calls(Path(__file__).with_name(f"{name}.py"))
+    shown = tuple(
+        replace(option, text=option.text.partition(" In Python")[0])
+        for option in call.parameters
+        if option.name not in beside and not option.text.startswith("in Python")
+    )
+    count = getattr(folder, "ARGUMENTS", 1)
     return Verb(
         name,
         folder.GROUP,
         call,
         beside,
-        getattr(folder, "ARGUMENTS", 1),
+        shown[:count],
+        shown[count:],
         getattr(folder, "OUT", None),
         getattr(folder, "NEEDS_TORCH", True),
         getattr(folder, "PANELS", {}),

@@ -1,6 +1,6 @@
 """Tables and sentences that the pages of all comparisons have in common."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
 from crosslayer.judge.clock import TIMES
 from crosslayer.judge.report import ALL, Against, Report, Row
@@ -61,19 +61,14 @@ def listing(title: str, rows: Sequence[Row], details: dict[str, str] | None = No
     return title, [*head, *details.values()], cells
 
 
-def grid(
-    title: str,
-    rows: Sequence[Row],
-    head: str,
-    line: Callable[[Row], str],
-    column: Callable[[Row], str],
-    cell: Callable[[Row], Cell] = Row.change_text,
-) -> Table:
-    """Return a table with a cell for each row: `line` and `column` say where it goes, `head` is that of the lines."""
-    lines = dict.fromkeys(map(line, rows))
-    columns = dict.fromkeys(map(column, rows))
-    cells = {(line(row), column(row)): cell(row) for row in rows}
-    body = [[of_line, *(cells.get((of_line, of_column), UNKNOWN) for of_column in columns)] for of_line in lines]
+def grid(title: str, head: str, cells: Iterable[tuple[str, str, Cell]]) -> Table:
+    """Return a table of cells, each given with its line and its column; `head` is that of the lines."""
+    placed = {(line, column): cell for line, column, cell in cells}
+    lines = dict.fromkeys(line for line, _ in placed)
+    columns = dict.fromkeys(column for _, column in placed)
+    body = []
+    for line in lines:
+        body.append([line, *(placed.get((line, column), UNKNOWN) for column in columns)])
     return title, [head, *columns], body
 
 

@@ -77,11 +77,6 @@ def split_card(text: str) -> tuple[dict[str, Any], str]:
     return facts if isinstance(facts, dict) else {}, HEADER.sub("", text)
 
 
-def common_facts(form: str) -> dict[str, Any]:
-    """Return the metadata that all models of an export format share: the library that loads them, and the task."""
-    return {"library_name": LIBRARIES[form], "pipeline_tag": "text-generation"}
-
-
 def use(form: str, tokenizer: bool) -> str:
     """Return how to install, load and serve a model of a format (a key of LIBRARIES); only load, without tokenizer."""
     if form in ("deci", "gguf"):

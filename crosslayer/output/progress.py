@@ -47,17 +47,12 @@ class Steps:
 ProgressFactory = Callable[[str, int], AbstractContextManager[Steps]]
 
 
-class NoProgress(Steps, AbstractContextManager):
-    """The meter of calls from Python."""
-
-    def __init__(self, what: str, total: int = 0):
-        pass
-
-    def __exit__(self, *_) -> None:
-        pass
+def no_progress(what: str, total: int) -> AbstractContextManager[Steps]:
+    """Return the meter of calls from Python, which shows nothing."""
+    return nullcontext(Steps())
 
 
-_METER: ContextVar[ProgressFactory] = ContextVar("meter", default=NoProgress)
+_METER: ContextVar[ProgressFactory] = ContextVar("meter", default=no_progress)
 
 
 @contextmanager
@@ -66,7 +61,7 @@ def progress(what: str, total: int = 0) -> Iterator[Steps]:
 
     Tasks within one whose steps are counted are not shown: its bar is.
     """
-    with _METER.get()(what, total) as steps, metered_by(NoProgress) if total else nullcontext():
+    with _METER.get()(what, total) as steps, metered_by(no_progress) if total else nullcontext():
         yield steps
 
 

@@ -18,7 +18,7 @@ import os
 import signal
 import threading
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -45,6 +45,7 @@ def _line(values: dict[str, Any]) -> str:
     return json.dumps(finite, allow_nan=False) + "\n"
 
 
+@dataclass(eq=False)
 class Log(TrainerCallback):
     """Writes Trainer's log into `log.jsonl`, one object with its `step` per line, and shows progress.
 
@@ -52,9 +53,8 @@ class Log(TrainerCallback):
     writes and shows progress.
     """
 
-    def __init__(self):
-        self.stack = contextlib.ExitStack()
-        self.steps: Steps | None = None
+    stack: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
+    steps: Steps | None = None
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Write the lines up to the checkpoint; a new run starts without lines."""

@@ -16,7 +16,6 @@ from crosslayer.corpus.domains import EMBEDDED
 from crosslayer.output.folder import write_whole
 from crosslayer.output.record import Seed
 from crosslayer.training.arguments import BATCH, Arguments
-from crosslayer.training.attention import Attention
 from crosslayer.training.checkpoints import checkpoints
 from crosslayer.training.model_part import ModelPart
 from crosslayer.training.recipe_file import EXAMPLES, Part, WrongKey, error_message, read_values
@@ -135,11 +134,6 @@ class Recipe(Part):
         if self.schedule is None:
             return tuple(self.stages)
         return (StagePart(parameters="all", schedule=self.schedule),)
-
-    @property
-    def attention(self) -> Attention | None:
-        """The attention implementation; None: the default of the model."""
-        return None if self.model is None else self.model.attention
 
     @property
     def trains_original(self) -> bool:

@@ -245,10 +245,6 @@ class Rows:
             windows += [rows[index]["input_ids"] for rows in self.held_out.values() if index < len(rows)]
         return torch.stack(windows[:count])
 
-    def left_out(self) -> dict[str, int]:
-        """Return how many instructions of each domain are longer than a row."""
-        return {name: rows.left_out for name, rows in self.domains.items() if isinstance(rows, ExampleRows)}
-
 
 def read_rows(recipe: Recipe, tokenizer: PreTrainedTokenizerFast) -> Rows:
     """Tokenize the text of a recipe, or read its tokens from the cache."""

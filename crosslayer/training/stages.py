@@ -63,8 +63,10 @@ def stage_trainer(
 
     Without stages, the held-out rows are evaluated during training.
     """
+    # a retrofit keeps the default of its model
+    implementation = None if recipe.model is None else recipe.model.attention
     for each in (model,) if teacher is None else (model, teacher.model):
-        set_attention(each, recipe.attention, arguments)
+        set_attention(each, implementation, arguments)
     if teacher is not None:
         teacher.model.to(arguments.device)  # type: ignore[arg-type]
     data = rows.training(arguments.max_steps * step_sequences(arguments))

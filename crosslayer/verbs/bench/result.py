@@ -18,7 +18,7 @@ from crosslayer.judge.page import (
     quantity_name,
     span,
 )
-from crosslayer.judge.report import Report, Row
+from crosslayer.judge.report import Report
 from crosslayer.output.formatting import UNKNOWN, Table, listed, percent, plural, readable_bytes
 from crosslayer.output.page import Page
 from crosslayer.output.record import SEVERAL, Options, Seed
@@ -117,22 +117,18 @@ class Benchmark(Report):
 
     def tables(self) -> list[Table]:
         """Return the short table: a row for each configuration, with ratios and both medians."""
-        rows = [row for row in self.rows if row.quantity in ("bytes", *TIMES, "peak memory")]
+        cells = []
+        for row in self.rows:
+            if row.quantity in ("bytes", *TIMES, "peak memory"):
+                # in lines, since the cells are narrow
+                head = quantity_name(row).replace(", ", ",\n")
+                head += "\n(of the 16-bit cache)" if row.quantity == "bytes" else ""
+                verdict = f"\n{row.verdict}" if row.unit == "s" else ""
+                cell = f"{row.change_text()}{verdict}\n{row.text(row.value)} / {row.text(row.original)}"
+                # a peak need not be known
+                cells.append((row.scope, head, UNKNOWN if row.value is None else cell))
         title = f"Candidate ÷ baseline ({covered(self.settings.repeats)}); below it candidate / baseline"
-        return [grid(title, rows, "configuration", lambda row: row.scope, _head, _cell)]
-
-
-def _head(row: Row) -> str:
-    """Return the head of a row's column, in lines: its cells are narrow."""
-    return quantity_name(row).replace(", ", ",\n") + ("\n(of the 16-bit cache)" if row.quantity == "bytes" else "")
-
-
-def _cell(row: Row) -> str:
-    """Return a ratio, what it says, and both values; a dash for a peak that is not known."""
-    if row.value is None:
-        return UNKNOWN
-    verdict = f"\n{row.verdict}" if row.unit == "s" else ""
-    return f"{row.change_text()}{verdict}\n{row.text(row.value)} / {row.text(row.original)}"
+        return [grid(title, "configuration", cells)]
 
 
 class ServingSettings(Options):

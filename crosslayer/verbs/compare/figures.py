@@ -11,6 +11,7 @@ from crosslayer.verbs.compare.result import COSTS, Comparison, Configuration
 from crosslayer.verbs.compare.sentences import titled
 
 TOGETHER = 6  # lines of variants in a figure
+Groups = list[list[str]]  # variants, by figure
 LOSS, SNAPSHOT = "nats per token", "Mean over seeds, on a few held-out windows."
 LATER = "Of attention and MLPs from the second layer on."
 CURVES = {  # quantity → title, caption and axis
@@ -34,8 +35,11 @@ def drawn_panels(record: Comparison) -> list[Panel]:
     for index, configuration in enumerate(record.configurations):
         suffix = "" if len(record.configurations) == 1 else f"_{index}"
         panels += _differences(record, configuration, suffix)
-        panels += _relative(record, configuration, suffix, colors)
-        panels += _curves(record, configuration, suffix, colors)
+        # the variants that have runs, without the baseline, in groups of one figure each
+        others = [variant for variant in record.ordered[1:] if record.runs_of(configuration.label, variant)]
+        groups = [others[start : start + TOGETHER] for start in range(0, len(others), TOGETHER)]
+        panels += _relative(record, configuration, suffix, colors, groups)
+        panels += _curves(record, configuration, suffix, colors, groups)
         panels += _mixing(record, configuration, suffix)
     return [*panels, *_laws(record, colors)]
 
@@ -58,12 +62,14 @@ def _differences(record: Comparison, configuration: Configuration, suffix: str) 
     return [Panel(f"difference{suffix}", title, caption, LOSS, "", dots=dots)]
 
 
-def _relative(record: Comparison, configuration: Configuration, suffix: str, colors: Mapping[str, str]) -> list[Panel]:
+def _relative(
+    record: Comparison, configuration: Configuration, suffix: str, colors: Mapping[str, str], groups: Groups
+) -> list[Panel]:
     """Return the relative curves, with bands from three seeds on."""
     results = {each.variant: each for each in record.outcomes if each.configuration == configuration.label}
-    groups = []
+    drawn = []
     over, bands = 0, False
-    for group in _groups(record, configuration):
+    for group in groups:
         lines = []
         for variant in group:
             result = results.get(variant)
@@ -73,15 +79,17 @@ def _relative(record: Comparison, configuration: Configuration, suffix: str, col
             over = over or round(curve.window * curve.steps[-1] / len(curve.steps))
             bands = bands or curve.low is not None
             lines.append(Line(variant, [*map(float, curve.steps)], curve.mean, curve.low, curve.high, colors[variant]))
-        groups.append(lines)
+        drawn.append(lines)
     caption = (
         f"Training loss, smoothed over {over:,} steps, minus that of {record.baseline} with the same seed: below 0 is "
         f"lower.{' Bands: 95% confidence intervals over seeds.' if bands else ''}"
     )
-    return _panels(f"relative_loss{suffix}", "Relative training loss", configuration, caption, LOSS, groups)
+    return _panels(f"relative_loss{suffix}", "Relative training loss", configuration, caption, LOSS, drawn)
 
 
-def _curves(record: Comparison, configuration: Configuration, suffix: str, colors: Mapping[str, str]) -> list[Panel]:
+def _curves(
+    record: Comparison, configuration: Configuration, suffix: str, colors: Mapping[str, str], groups: Groups
+) -> list[Panel]:
     """Return quantities by step, means over seeds, with the baseline in each figure."""
     lines: dict[tuple[str, str], Line] = {}  # quantity and variant → the mean over its runs
     for variant in record.ordered:
@@ -105,10 +113,10 @@ def _curves(record: Comparison, configuration: Configuration, suffix: str, color
 
     panels = []
     for key, (title, caption, axis) in CURVES.items():
-        groups = []
-        for group in _groups(record, configuration):
-            groups.append([lines[key, name] for name in (record.baseline, *group) if (key, name) in lines])
-        panels += _panels(f"{key}{suffix}", title, configuration, caption, axis, groups)
+        drawn = []
+        for group in groups:
+            drawn.append([lines[key, name] for name in (record.baseline, *group) if (key, name) in lines])
+        panels += _panels(f"{key}{suffix}", title, configuration, caption, axis, drawn)
     return panels
 
 
@@ -139,12 +147,6 @@ def _mixing(record: Comparison, configuration: Configuration, suffix: str) -> li
     )
     title = titled("Depth mixing", configuration.label)
     return [Panel(f"depth_mixing{suffix}", title, caption, "", "sublayer", heat=heat, wide=True, x_ticks=ticks)]
-
-
-def _groups(record: Comparison, configuration: Configuration) -> list[list[str]]:
-    """Return the variants other than the baseline that have runs, in groups of one figure each."""
-    others = [variant for variant in record.ordered[1:] if record.runs_of(configuration.label, variant)]
-    return [others[start : start + TOGETHER] for start in range(0, len(others), TOGETHER)]
 
 
 def _panels(

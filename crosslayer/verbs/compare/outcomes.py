@@ -24,6 +24,7 @@ from crosslayer.verbs.compare.read import GroupedRuns
 from crosslayer.verbs.compare.result import (
     COSTS,
     RELEVANT,
+    SHORTEST,
     ComparedRun,
     Configuration,
     Cost,
@@ -135,8 +136,10 @@ def _curve(
         low=None if edges is None else tuple(edges[0].tolist()),
         high=None if edges is None else tuple(edges[1].tolist()),
     )
-    # A variant that was never ahead cannot be overtaken: its curve crosses 0 by noise.
-    if not curve.ahead:
+    # A variant that was never ahead cannot be overtaken: its curve crosses 0 by noise. It is ahead where the band is
+    # below 0 over a whole window; below three pairs there is no band.
+    high, stretch = curve.high or (), max(SHORTEST, window)
+    if not any(max(high[start : start + stretch]) < 0 for start in range(len(high) - stretch + 1)):
         return curve, None
     reached = [critical_point(steps, line) for line in relative]
     known = [point for point in reached if point is not None]
@@ -247,8 +250,9 @@ def laws(runs: GroupedRuns, baseline: str) -> tuple[tuple[Law, ...], str | None]
             cost = "parameters"
         elif len(parameters) == 1 and len(tokens) == len(row):
             cost = "tokens"
-        if not _apart(_costs(row, cost)):
-            each = ", ".join(f"{value:.4g}" for value in _costs(row, cost))
+        costs = _costs(row, cost)
+        if not all(higher >= APART * lower for lower, higher in pairwise(sorted(costs))):
+            each = ", ".join(f"{value:.4g}" for value in costs)
             reason = (
                 f"costs must differ by a factor of {APART} or more, got {each} {COSTS[cost]} for the runs of {baseline}"
             )
@@ -257,11 +261,6 @@ def laws(runs: GroupedRuns, baseline: str) -> tuple[tuple[Law, ...], str | None]
             law = _law(measured[label], measured[baseline], cost)
             lines += [] if law is None else [Law(variant=label, where=where, configurations=names, cost=cost, **law)]
     return tuple(lines), None if lines else reason
-
-
-def _apart(costs: Sequence[float]) -> bool:
-    """Return whether each of the costs (K,) is at least `APART` times the next lower one."""
-    return all(higher >= APART * lower for lower, higher in pairwise(sorted(costs)))
 
 
 def _costs(row: Sequence[ComparedRun], cost: Cost) -> list[float]:
@@ -273,7 +272,8 @@ def _costs(row: Sequence[ComparedRun], cost: Cost) -> list[float]:
 def _law(variant: RunsBySeed, baseline: RunsBySeed, cost: Cost) -> dict[str, Any] | None:
     """Return the law of a variant; None if no seed has a run in every configuration, or if costs are too close."""
     seeds = [seed for seed in variant if seed in baseline]
-    if not seeds or not _apart(_costs(variant[seeds[0]], cost)):
+    costs = _costs(variant[seeds[0]], cost) if seeds else []
+    if not seeds or not all(higher >= APART * lower for lower, higher in pairwise(sorted(costs))):
         return None
 
     def fit(runs: RunsBySeed, seeds: Sequence[int]) -> tuple[PowerLaw, list[float]]:
@@ -294,7 +294,7 @@ def _law(variant: RunsBySeed, baseline: RunsBySeed, cost: Cost) -> dict[str, Any
         mean = t_mean(logs if len(logs) == len(by_seed) else [math.log(needed)])
         fewer = mean.mapped(lambda log: 1 - math.exp(log)).model_copy(update={"value": 1 - needed})
     return {
-        "costs": _costs(variant[seeds[0]], cost),
+        "costs": costs,
         "losses": losses,
         "scale": law.scale,
         "exponent": law.exponent,

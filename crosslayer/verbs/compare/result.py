@@ -116,12 +116,6 @@ class RelativeCurve(SameLengths):
     low: tuple[float, ...] | None
     high: tuple[float, ...] | None
 
-    @property
-    def ahead(self) -> bool:
-        """Whether the band was below 0 over some whole window; False below three pairs, which have no band."""
-        high, stretch = self.high or (), max(SHORTEST, self.window)
-        return any(max(high[start : start + stretch]) < 0 for start in range(len(high) - stretch + 1))
-
 
 class Difference(Frozen):
     """A loss less the baseline's: of each pair of seeds, and their mean."""
@@ -190,7 +184,7 @@ class Outcome(Frozen):
         """Whether the baseline overtook the variant: every pair has a critical point, and the curve ends above 0."""
         if self.critical is None or self.critical.step is None or self.curve is None:
             return False
-        # The band decides over the last window, as it does for `ahead`; below three pairs there is none.
+        # The band decides, over the last window; below three pairs there is none.
         low, stretch = self.curve.low, max(SHORTEST, self.curve.window)
         return low is not None and min(low[-stretch:]) > 0
 

@@ -59,21 +59,18 @@ def verdict(measures: Measures, shapes: Shapes, length: int) -> Verdict:
     redundancy = Redundancy(
         attention=_ranked(measures.attention_io_similarity), layers=_ranked(measures.layer_io_similarity)
     )
+    upper_half: dict[str, float | None] = {}  # the mean similarity there, None without a pair of layers
+    for name in ("map_similarity", "map_similarity_without_first"):
+        upper = [cosine for layer, cosine in _neighbors(getattr(measures, name)) if layer >= len(shapes) // 2]
+        upper_half[name] = float(np.mean(upper)) if upper else None
     neighbors = Neighbors(
-        map_similarity=top_half_mean(measures.map_similarity),
-        map_similarity_without_first=top_half_mean(measures.map_similarity_without_first),
+        **upper_half,
         statistics=map_statistics(measures.map_similarity),
         statistics_without_first=map_statistics(measures.map_similarity_without_first),
     )
     keeps_cache = all(shape is None or shape.causal for shape in shapes)
     cache = _cache(measures, redundancy, shapes, length) if keeps_cache else None
     return Verdict(sink=sink, redundancy=redundancy, neighbors=neighbors, cache=cache)
-
-
-def top_half_mean(similarity: Measure) -> float | None:
-    """Return the mean similarity of neighboring attention layers in the upper half; None if there is no such pair."""
-    upper = [cosine for layer, cosine in _neighbors(similarity) if layer >= len(similarity.mean) // 2]
-    return float(np.mean(upper)) if upper else None
 
 
 def map_statistics(similarity: Measure) -> Statistics | None:

@@ -14,7 +14,7 @@ from crosslayer.environment import quiet_transformers
 from crosslayer.extras import check_extra
 from crosslayer.models.load import load_config, origin, public_name, ready_model
 from crosslayer.models.pair import causal_config
-from crosslayer.output.card import card, common_facts, split_card, use
+from crosslayer.output.card import LIBRARIES, card, split_card, use
 from crosslayer.output.folder import check_free, whole_folder
 from crosslayer.output.formatting import Shown, ranges
 from crosslayer.output.manifest import write_manifest
@@ -89,9 +89,11 @@ def export(
     # The config decides, so this stands before any weights are read.
     if translated is not None and (reason := refusal(translated, to)) is not None:
         others = [form for form in REFUSALS if refusal(translated, form) is None]
-        advice = (
-            f"use `to` {' or '.join(others)}" if others else f"no other format can hold it; {_as_it_is(translated)}"
-        )
+        advice = f"use `to` {' or '.join(others)}"
+        if not others and not_servable(translated) is None:
+            advice = "no other format can hold it; vLLM runs it as it is, with crosslayer serve"
+        elif not others:
+            advice = "no other format can hold it; transformers runs it as it is, with crosslayer installed"
         raise ValueError(f"cannot export to {to}: {reason}; {advice}")
 
     # Weights keep the dtype in which they are stored, not the one that a run would choose, and stay on the CPU.
@@ -113,13 +115,6 @@ def export(
     return Exported(model=name, to=to, dtype=dtype_name, bytes=size, **facts)
 
 
-def _as_it_is(config: CrossLayerConfig) -> str:
-    """Return what runs a model that no format can hold."""
-    if not_servable(config) is None:
-        return "vLLM runs it as it is, with crosslayer serve"
-    return "transformers runs it as it is, with crosslayer installed"
-
-
 def _card(model: PreTrainedModel | str | Path, loaded: PreTrainedModel, name: str, to: str, tokenizer: bool) -> str:
     """Return the model's card, or a short one if it has none, with a section on how to use the format `to`."""
     path = None if isinstance(model, PreTrainedModel) else Path(model).expanduser() / "README.md"
@@ -129,7 +124,8 @@ def _card(model: PreTrainedModel | str | Path, loaded: PreTrainedModel, name: st
     note = f"Written by `crosslayer export --to {to}`: it opens without crosslayer."
     section = f"## Use\n\n{note}\n\n{use(to, tokenizer)}\n"
     body = USE.sub(lambda _: section, body, count=1) if USE.search(body) else f"{body.rstrip()}\n\n{section}"
-    return card({"tags": ["crosslayer"], **origin(model), **facts, **common_facts(to)}, body)
+    loaded_by = {"library_name": LIBRARIES[to], "pipeline_tag": "text-generation"}
+    return card({"tags": ["crosslayer"], **origin(model), **facts, **loaded_by}, body)
 
 
 def _write(
@@ -165,7 +161,7 @@ def _write(
 
 def no_stock_class(config: CrossLayerConfig) -> str | None:
     """Return why no stock class can hold the remaining layers of a model, None if one can."""
-    partial = [layer.number for layer in remaining_layers(config) if not layer.whole]
+    partial = [layer.number for layer in remaining_layers(config) if layer.attention != "own" or not layer.mlp]
     if partial:
         return (
             f"layers {ranges(partial)} lack attention or MLP ({culprits(config, partial)}), which every layer of a "

@@ -1,6 +1,5 @@
 """A codec and its costs, with their page: bytes against damage, damage by domain, times relative to prefill."""
 
-from operator import attrgetter
 from pathlib import Path
 from typing import Literal, NamedTuple, Self
 
@@ -138,12 +137,13 @@ class CodecReport(Report):
 
     def tables(self) -> list[Table]:
         """Return the table of all ways to store a cache: bytes, hidden numbers, and KL on all windows and by domain."""
-        candidate = attrgetter("candidate")
         whole = [row for row in self.rows if row.scope == ALL and row.unit != "s"]
-        tables = [grid("Stored caches (95% over windows)", whole, "stored as", candidate, quantity_name, found)]
+        cells = [(row.candidate, quantity_name(row), found(row)) for row in whole]
+        tables = [grid("Stored caches (95% over windows)", "stored as", cells)]
         domains = [row for row in self.rows_of("KL") if row.scope != ALL]
         if domains:
-            tables.append(grid("KL by domain, nats/token", domains, "stored as", candidate, attrgetter("scope")))
+            cells = [(row.candidate, row.scope, row.change_text()) for row in domains]
+            tables.append(grid("KL by domain, nats/token", "stored as", cells))
         scores = [row for row in self.rows if "items" in row.details]
         tasks = [listing("Tasks on stored contexts", scores, {"items": "items"}, "task")] if scores else []
         return [*tables, *tasks]

@@ -109,7 +109,7 @@ def fit_codec(
         device: cpu, cuda, …; default: the GPU if there is one. In Python only if `model` is a name.
 
     Raises:
-        ValueError: an option is wrong, there is too little text, or the model is no causal LM, or has shared or chosen
+        ValueError: an option is wrong, there is too little text, or the model is not a causal LM, or has shared or chosen
             layers, MLA, or cross-attention.
     """
     source = unwrapped(model)

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from crosslayer.judge.page import found, grid, listing, retrieval_sentence
-from crosslayer.judge.report import ALL, Against, Row
+from crosslayer.judge.report import ALL, Against
 from crosslayer.judge.rows import RETRIEVAL
 from crosslayer.output.chart import same_scale
 from crosslayer.output.formatting import UNKNOWN, plural
@@ -110,6 +110,10 @@ def layout(record: Recovery) -> Page:
     closed = record.closed(best.name, best.states[-1])
     share = UNKNOWN if closed is None else closed.text(0, percent=True)
     reference = "original" if record.trained_original is None else f"original {as_the_last_stage(record)}"
+    # A model looks the same in every figure.
+    looks: dict[str, dict[str, Any]] = {}
+    for index, variant in enumerate(record.variants):
+        looks[variant.name] = {"color": COLORS[index % len(COLORS)], "dashed": index >= len(COLORS)}
     return Page(
         title=f"Recovery of {record.original}",
         subtitle=f"{record.name} · {retrofits} · trained on {LOSSES[record.objective]}",
@@ -118,7 +122,7 @@ def layout(record: Recovery) -> Page:
             ("Before training", before.text(), "the same retrofit"),
             ("Gap closed", share, f"of its loss gap to the {reference}"),
         ],
-        panels=[*_kl_panels(record), *_loss_panels(record)],
+        panels=[*_kl_panels(record, looks), *_loss_panels(record, looks)],
         tables=[_domains(record), _training(record)],
     )
 
@@ -151,11 +155,11 @@ def tables(record: Recovery) -> list[Table]:
     rows = [row for row in record.rows if (row.quantity, row.scope) in shown and row.against == Against.ORIGINAL]
     rows += [row for row in record.rows if (row.quantity, row.scope) == (CLOSED, first)]
     title = "Stage by stage (compared with the untrained original; 95% CI)"
-
-    def column(row: Row) -> str:
-        return f"{row.quantity}, {'all windows' if row.scope == ALL else row.scope}"
-
-    printed = [grid(title, rows, "state", lambda row: labels[row.candidate], column, found)]
+    cells = []
+    for row in rows:
+        where = "all windows" if row.scope == ALL else row.scope
+        cells.append((labels[row.candidate], f"{row.quantity}, {where}", found(row)))
+    printed = [grid(title, "state", cells)]
     ranking = record.rows_of("KL", Against.ABOVE)
     if ranking:
         printed.append(listing("Final KL, against the retrofit that is above in the ranking", ranking, of="domain"))
@@ -169,15 +173,13 @@ def _domains(record: Recovery) -> Table:
         times[f"{variant.name}, {variant.states[0].name}"] = "before"
         times[f"{variant.name}, {variant.states[-1].name}"] = "after"
     rows = [row for row in record.rows if row.candidate in times and row.scope in record.domains]
-    rows = [row for row in rows if row.against == Against.ORIGINAL or row.quantity == CLOSED]
-
-    def line(row: Row) -> str:
-        return f"{row.candidate.rpartition(', ')[0]} on {row.scope} ({seen_label(record, row.scope)})"
-
-    def column(row: Row) -> str:
-        return row.quantity if row.quantity == CLOSED else f"{row.quantity}, {times[row.candidate]}"
-
-    return grid("By domain (before training and after all stages; 95% CI)", rows, "retrofit", line, column)
+    cells = []
+    for row in rows:
+        if row.against == Against.ORIGINAL or row.quantity == CLOSED:
+            line = f"{row.candidate.rpartition(', ')[0]} on {row.scope} ({seen_label(record, row.scope)})"
+            column = row.quantity if row.quantity == CLOSED else f"{row.quantity}, {times[row.candidate]}"
+            cells.append((line, column, row.change_text()))
+    return grid("By domain (before training and after all stages; 95% CI)", "retrofit", cells)
 
 
 def _training(record: Recovery) -> Table:
@@ -197,7 +199,7 @@ def _training(record: Recovery) -> Table:
     return "Training (losses on held-out text in nats/token)", head, rows
 
 
-def _kl_panels(record: Recovery) -> list[Panel]:
+def _kl_panels(record: Recovery, looks: dict[str, dict[str, Any]]) -> list[Panel]:
     """Return the KL by stage, on the first unseen domain and on the first seen one."""
     seen = [domain in record.seen for domain in record.domains]
     caption = "KL to the untrained original. Bands: 95% CI over windows."
@@ -213,7 +215,7 @@ def _kl_panels(record: Recovery) -> list[Panel]:
         lines = []
         for variant in record.variants:
             kls = changes(record, variant.name, variant.states, "KL", domain)
-            lines.append(Line(variant.name, [*ticks], *band(kls), **_look(record, variant.name)))
+            lines.append(Line(variant.name, [*ticks], *band(kls), **looks[variant.name]))
         if record.trained_original is not None:
             (kl,) = changes(record, ORIGINAL, [record.trained_original], "KL", domain)
             ends = [min(ticks), max(ticks)]
@@ -223,15 +225,7 @@ def _kl_panels(record: Recovery) -> list[Panel]:
     return same_scale(panels)
 
 
-def _look(record: Recovery, name: str) -> dict[str, Any]:
-    """Return color and dashes of a model, the same in every figure; the trained original is gray."""
-    names = [variant.name for variant in record.variants]
-    if name not in names:
-        return {"color": QUIET}
-    return {"color": COLORS[names.index(name) % len(COLORS)], "dashed": names.index(name) >= len(COLORS)}
-
-
-def _loss_panels(record: Recovery) -> list[Panel]:
+def _loss_panels(record: Recovery, looks: dict[str, dict[str, Any]]) -> list[Panel]:
     """Return a figure of the training losses of each stage that trained for more than one entry of the log."""
     loss = LOSSES[record.objective]
     last = len(record.variants[0].states) - 1
@@ -246,7 +240,8 @@ def _loss_panels(record: Recovery) -> list[Panel]:
         for name, run in runs:
             if run is not None:
                 losses = averages(run.curve.losses, SMOOTHING)
-                lines.append(Line(name, [*map(float, run.curve.steps)], losses, **_look(record, name)))
+                look = looks.get(name, {"color": QUIET})  # gray: the trained original
+                lines.append(Line(name, [*map(float, run.curve.steps)], losses, **look))
         if any(len(line.x) > 1 for line in lines):
             title = f"Training loss of stage {stage}"
             panels.append(Panel(f"loss_{stage}", title, caption, "step", "nats/token", lines, log_y=True))

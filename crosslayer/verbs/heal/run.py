@@ -29,7 +29,7 @@ from crosslayer.training.distillation import Teacher
 from crosslayer.training.recipe import Recipe, begin_run, check_run, given_recipe
 from crosslayer.training.recipe_parts import StagePart
 from crosslayer.training.record import Outcome
-from crosslayer.training.rows import Rows, read_rows
+from crosslayer.training.rows import ExampleRows, Rows, read_rows
 from crosslayer.training.stages import MODEL, compensations, finished, run_stage, stage_arguments
 from crosslayer.verbs.heal.questions import Answers, Questions, evaluation_windows
 from crosslayer.verbs.heal.result import ORIGINAL, Recovery, State, Variant
@@ -212,7 +212,7 @@ class _Job:
             untrained_original=_state(original[0]),
             trained_original=None if trained is None else _state(trained),
             original_stopped=original[-1].outcome.stopped,
-            left_out=self.rows.left_out(),
+            left_out={name: rows.left_out for name, rows in self.rows.domains.items() if isinstance(rows, ExampleRows)},
             windows=len(windows),
             length=windows.ids.shape[1],
             overlapping=tuple(sorted(calibrated & trained_on)),

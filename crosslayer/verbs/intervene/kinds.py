@@ -260,7 +260,10 @@ class Ablate(Intervention):
         def replace(module: Any, args: Any, output: Any) -> Any:
             hidden = (output[0] if isinstance(output, tuple) else output).clone()  # (B, T, C)
             for row, index in running.new_tokens(self, self.position, *hidden.shape[:2]):
-                others = running.real(row, hidden.shape[1])  # (T,), without padding
+                others = torch.ones(hidden.shape[1], dtype=torch.bool)  # (T,), without padding
+                if running.mask is not None:
+                    new = slice(running.cached, running.cached + hidden.shape[1])
+                    others = running.mask[row % len(running.mask), new].cpu()
                 others[index] = False
                 if self.value == "mean" and not others.any():
                     raise ValueError("ablate with mean needs other new tokens; use zero when decoding")

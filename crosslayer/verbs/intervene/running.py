@@ -68,12 +68,6 @@ class Running:
         # a sliding cache has evicted the oldest keys
         return self.cached - max(0, tokens - keys)
 
-    def real(self, row: int, new: int) -> Tensor:
-        """Return which new tokens of a row are not padding, (T,)."""
-        if self.mask is None:
-            return torch.ones(new, dtype=torch.bool)
-        return self.mask[row % len(self.mask), self.cached : self.cached + new].cpu()
-
     def _indices(self, intervention: object, position: int, batch: int, start: int, stop: int) -> list[tuple[int, int]]:
         """Return (row, index − start) of a position for each row that has a token there, from `start` to `stop`."""
         if not self.passes:

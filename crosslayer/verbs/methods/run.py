@@ -62,8 +62,12 @@ def methods(name: str | None = None, *, layers: int | None = None) -> Catalogue:
         text = description(cls)
         share = cls.example(layers).plan(layers).cached_fraction()
         what = text.partition("\n")[0].rstrip(".")
-        row = {"method": known, "what": what, "flows": _field(text, "Flows"), "cache": f"{share:.2%}"}
-        rows.append({**row, "source": _field(text, "Source")})
+        fields = {}
+        for field in ("Flows", "Source"):
+            match = re.search(rf"{field}: (.+?)(?:\.\s+[A-Z][a-z]+:|\.?\s*\Z|\n\n)", text, re.S)
+            fields[field] = " ".join(match[1].split()).rstrip(".") if match else ""
+        row = {"method": known, "what": what, "flows": fields["Flows"], "cache": f"{share:.2%}"}
+        rows.append({**row, "source": fields["Source"]})
     return Catalogue(rows, layers)
 
 
@@ -106,8 +110,3 @@ def describe(cls: type[Method], layers: int = 8) -> str:
         f"{config.plan.diagram()}\nKV bytes per token in bf16 ({heads}): {stored} stored, {read} read",
     ]
     return "\n\n".join(dict.fromkeys(filter(None, sections)))
-
-
-def _field(text: str, name: str) -> str:
-    match = re.search(rf"{name}: (.+?)(?:\.\s+[A-Z][a-z]+:|\.?\s*\Z|\n\n)", text, re.S)
-    return " ".join(match[1].split()).rstrip(".") if match else ""

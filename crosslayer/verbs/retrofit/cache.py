@@ -36,7 +36,7 @@ def cache_record(original: Original, retrofit: PreTrainedModel, context: int | N
     before, after = token_bytes(original.model, context), token_bytes(retrofit, context)
     plan = original.plan
     changed = model_plan(retrofit, dtype=REFERENCE_DTYPE)
-    layers = range(original.layers) if changed.plan.reads_less else ()
+    layers = range(original.model.config.num_hidden_layers) if changed.plan.reads_less else ()
     return CacheRecord(
         context=context,
         bytes_per_token_before=before,

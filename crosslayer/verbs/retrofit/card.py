@@ -7,7 +7,7 @@ import yaml
 from huggingface_hub import EvalResult, EvalResultEntry, ModelCardData, eval_result_entries_to_yaml
 
 from crosslayer.judge.report import ALL
-from crosslayer.output.card import card, common_facts, use
+from crosslayer.output.card import LIBRARIES, card, use
 from crosslayer.verbs.retrofit.page import damage_table, sentences
 from crosslayer.verbs.retrofit.result import RetrofitReport
 from crosslayer.verbs.retrofit.run import DEFAULTS
@@ -101,4 +101,5 @@ def _facts(record: RetrofitReport, form: str) -> dict[str, Any]:
     ]
     index = ModelCardData(model_name=f"{record.architecture.name}, converted", eval_results=results).to_dict()
     tags = ["crosslayer", *(entry["name"] for entry in record.methods)]
-    return {**common_facts(form), **record.architecture.origin, "tags": tags, **index}
+    loaded_by = {"library_name": LIBRARIES[form], "pipeline_tag": "text-generation"}
+    return {**loaded_by, **record.architecture.origin, "tags": tags, **index}

@@ -159,7 +159,7 @@ class Choosers(Strategy):
 
         The result is compared with choosers at equal distances.
         """
-        options, layers = self.options, original.layers
+        options, layers = self.options, original.model.config.num_hidden_layers
         context = options.kv_context or CONTEXT
         # the search lets any layer read from any below it, so all of them must be able to share
         original.sublayers.check(dataclasses.replace(self.method, groups=(tuple(range(layers)),)).plan(layers))
@@ -232,7 +232,7 @@ class ChoiceSearch(KindSearch):
 
     def __init__(self, objective: SearchObjective, candidate: ChoiceMethod, context: int, bar: Steps, earlier: int):
         """Measure what each layer's choice recovers of the others' attention on the search text."""
-        original, model = objective.original, objective.original.model
+        model = objective.original.model
         choice = TokenChoice(candidate.count, candidate.sinks, candidate.window)
         sums = []
         for sequence in objective.ids:
@@ -244,10 +244,8 @@ class ChoiceSearch(KindSearch):
         # share of a reader's attention on the tokens that a chooser would choose, (L, H, L, H), chooser first
         self.recovered = torch.stack([of_sequence.recovered for of_sequence in sums]).sum(0).cpu() / rows
         self.candidate = candidate
-        share = candidate.count.share(context)
-        super().__init__(
-            lambda kinds: objective.kl([self.method(kinds)]), original.layers, share, bar=bar, earlier=earlier
-        )
+        layers, share = model.config.num_hidden_layers, candidate.count.share(context)
+        super().__init__(lambda kinds: objective.kl([self.method(kinds)]), layers, share, bar=bar, earlier=earlier)
 
     def method(self, kinds: Kinds) -> ChoiceMethod:
         """Return the method for what layers attend to, with the best-matching heads."""

@@ -14,7 +14,7 @@ from crosslayer.judge.candidate import Candidate
 from crosslayer.judge.report import Against
 from crosslayer.judge.rows import window_rows
 from crosslayer.output.formatting import ranges
-from crosslayer.output.progress import NoProgress, Steps
+from crosslayer.output.progress import Steps
 from crosslayer.probe.shapes import Groups
 from crosslayer.verbs.retrofit.measure import SearchObjective
 from crosslayer.verbs.retrofit.result import CurvePoint, SearchRecord
@@ -43,7 +43,7 @@ class GreedySearch(ABC, Generic[Configuration, Move]):
     remeasured: ClassVar[int]
 
     measure: Callable[[Configuration], float]  # KL to the original, on the search text
-    bar: Steps = field(default_factory=lambda: NoProgress(""), kw_only=True)
+    bar: Steps = field(default_factory=Steps, kw_only=True)
     expected: int = field(default=PASSES, kw_only=True)
     earlier: int = field(default=0, kw_only=True)
     passes: int = field(default=0, init=False)  # number of measurements

@@ -206,25 +206,23 @@ class Moments:
             best, next_best = next_best, min(_neighbors(next_best), key=error)
         penalties = tuple(PENALTIES[index] for index in best)
         energy = float(self.energy[self.held].sum())
-        rest = sum(self._error(self._solved(penalties, *without[fold]), [fold]) for fold in self.held)
+        errors = []  # ‖E − X W‖² of each fold
+        for fold in self.held:
+            weight = self._solved(penalties, *without[fold])
+            errors.append(float(self.energy[fold]) + _explained(weight, self.gram[fold], self.cross[fold]))
         # a difference of large sums: what rounding leaves of a perfect fit may be below zero
-        return penalties, (max(rest, 0.0) / energy) ** 0.5 if energy else 0.0
-
-    def _error(self, weight: Tensor, chosen: list[int]) -> float:
-        """Return ‖E − X W‖² over some folds."""
-        gram, cross = self.gram[chosen].sum(0), self.cross[chosen].sum(0)
-        return float(self.energy[chosen].sum()) + _explained(weight, gram, cross)
+        return penalties, (max(sum(errors), 0.0) / energy) ** 0.5 if energy else 0.0
 
     def report(self, layer: int, weight: Tensor, **chosen: float | None) -> Fit:
         """Return the errors before and after."""
         tokens = self.sequences * self.length
-        after = max(self._error(weight, list(range(len(self.gram)))), 0.0)
+        after = float(self.energy.sum()) + _explained(weight, self.gram.sum(0), self.cross.sum(0))  # ‖E − X W‖²
         x, error = self.means()  # (v·T, I), (v·T, C)
         rest = error - x @ weight
         return Fit(
             layer=layer,
             token_before=float((self.energy.sum() / tokens).sqrt()),
-            token_after=(after / tokens) ** 0.5,
+            token_after=(max(after, 0.0) / tokens) ** 0.5,
             mean_before=float((error.square().sum() / len(error)).sqrt()),
             mean_after=float((rest.square().sum() / len(rest)).sqrt()),
             **chosen,

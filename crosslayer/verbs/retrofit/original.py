@@ -41,11 +41,6 @@ class Original:
     is_kept: bool = True  # whether the caller has the model too, so that a retrofit must not share its weights
     seconds: Seconds = field(default_factory=Seconds)
 
-    @property
-    def layers(self) -> int:
-        """How many layers it has."""
-        return self.model.config.num_hidden_layers
-
     @cached_property
     def sublayers(self) -> Sublayers:
         """The shape of each layer's attention, and the modules that write to the stream."""

@@ -312,24 +312,16 @@ def _by_layer(record: RetrofitReport) -> Panel:
 
 def damage_table(record: RetrofitReport) -> Table:
     """Return the table of the damage by domain, with and without compensation."""
-    rows = []
+    cells = []
     for domain in record.domains:
+        line = f"{domain} ({'calibrated on' if domain in record.fitted else 'unseen'})"
         for row in record.rows:
             is_measured = row.against == Against.ORIGINAL and row.quantity in WINDOW_QUANTITIES
             if is_measured and row.scope == domain and row.candidate in (record.candidate, UNFITTED):
-                rows.append(row)
-
-    def line(row: Row) -> str:
-        return f"{row.scope} ({'calibrated on' if row.scope in record.fitted else 'unseen'})"
-
-    def column(row: Row) -> str:
-        return f"{quantity_name(row)}{', without the fit' if row.candidate == UNFITTED else ''}"
-
-    def cell(row: Row) -> str:
-        before = f"{row.original:.2f} → {row.value:.2f}, " if row.quantity == "perplexity" else ""
-        return before + row.change_text()
-
-    return grid("Damage by domain (95% CI)", rows, "domain", line, column, cell)
+                column = f"{quantity_name(row)}{', without the fit' if row.candidate == UNFITTED else ''}"
+                before = f"{row.original:.2f} → {row.value:.2f}, " if row.quantity == "perplexity" else ""
+                cells.append((line, column, before + row.change_text()))
+    return grid("Damage by domain (95% CI)", "domain", cells)
 
 
 def tables(record: RetrofitReport) -> list[Table]:
@@ -342,9 +334,9 @@ def tables(record: RetrofitReport) -> list[Table]:
     else:
         title = "What other caches cost"
         rows = list(record.caches)
-
-    def column(row: Row) -> str:
-        return quantity_name(row) if row.scope == ALL else f"on {row.scope}"
-
+    cells = []
+    for row in rows:
+        column = quantity_name(row) if row.scope == ALL else f"on {row.scope}"
+        cells.append((row.candidate, column, found(row)))
     title += " (share of the original's 16-bit cache; intervals: 95%)"
-    return [grid(title, rows, "cache", lambda row: row.candidate, column, found)] if rows else []
+    return [grid(title, "cache", cells)] if rows else []

@@ -122,7 +122,8 @@ def announce_time(original: Original, strategies: Sequence[Strategy]) -> None:
     tokens = {purpose: windows.ids.numel() for purpose, windows in original.windows.items()}
     # the original, each variant, and the first without compensation
     forwarded = (len(strategies) + 1 + strategies[0].fits) * tokens["evaluation"]
-    forwarded += sum(strategy.forwarded(tokens, original.layers) for strategy in strategies)
+    layers = original.model.config.num_hidden_layers
+    forwarded += sum(strategy.forwarded(tokens, layers) for strategy in strategies)
     options = strategies[0].options
     if original.tokenizer is not None and not options.sweep:
         # the original and the retrofit answer; with `full` also the original with a quantized cache

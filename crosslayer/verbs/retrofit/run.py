@@ -19,6 +19,7 @@ from crosslayer.output.progress import progress
 from crosslayer.probe.model import check_ids, evaluating, unwrapped
 from crosslayer.verbs.retrofit.choosers import Choosers
 from crosslayer.verbs.retrofit.convert import convert
+from crosslayer.verbs.retrofit.moments import REFITS
 from crosslayer.verbs.retrofit.options import ONE_OF, RetrofitOptions
 from crosslayer.verbs.retrofit.original import Original, Seconds
 from crosslayer.verbs.retrofit.report import Variant, announce_time, report_of
@@ -260,12 +261,16 @@ def _variant(original: Original, strategy: Strategy) -> Variant:
     """Choose layers, convert and fit; the weights are rounded to the dtype in which they will be saved."""
     with original.seconds.timed("choose"):
         methods, choice = strategy.choose(original)
+    fit = strategy.fit
+    # after a search there may be no W_o to refit
+    if fit in REFITS and not any(method.grouped for method in methods):
+        fit = "layerwise" if strategy.adds else "none"
     with original.seconds.timed("convert"):
         converted = convert(
             original.model,
             methods,
             calibration=strategy.calibration(original.windows) or None,
-            fit=strategy.fit_of(methods),
+            fit=None if fit == "none" else fit,
             groups=strategy.options.groups or 1,
             share_weights=not original.is_kept or bool(strategy.options.sweep),
         )

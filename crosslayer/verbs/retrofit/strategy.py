@@ -105,13 +105,6 @@ class Strategy(ABC):
         """Return the calibration windows (N, T) by domain; none where nothing is fitted."""
         return windows["calibration"].by_domain() if "calibration" in self.purposes else {}
 
-    def fit_of(self, methods: Sequence[Method]) -> str | None:
-        """Return how the chosen methods are fitted, None without a fit: after a search there may be no W_o to refit."""
-        fit = self.fit
-        if fit in REFITS and not any(method.grouped for method in methods):
-            fit = "layerwise" if self.adds else "none"
-        return None if fit == "none" else fit
-
     def compensated(self, methods: Sequence[Method]) -> list[Method]:
         """Return methods with their W_c, where the options and the method allow one."""
         compensated: list[Method] = []
@@ -157,7 +150,7 @@ class Strategy(ABC):
         """Return the methods; raise if the model's layers cannot share, or windows would not show the damage."""
         for method in methods:
             method.check_text(self.options.length)
-        original.sublayers.check(merge_plans(methods, original.layers))
+        original.sublayers.check(merge_plans(methods, original.model.config.num_hidden_layers))
         return methods
 
 
@@ -207,6 +200,7 @@ class Layers(Strategy):
 
     def choose(self, original: Original) -> Chosen:
         """Return the method on its layers, with W_c."""
+        layers = original.model.config.num_hidden_layers
         if self.way == "auto":
             groups = self._automatic(original)
         elif self.way == "top-half":
@@ -223,8 +217,8 @@ class Layers(Strategy):
                 )
             groups = blocks if self.method.grouped else [[layer] for block in blocks for layer in block[1:]]
         else:
-            groups = parse_layers(self.way, original.layers)
-        methods = self.compensated([self.on(groups, original.layers)])
+            groups = parse_layers(self.way, layers)
+        methods = self.compensated([self.on(groups, layers)])
         return Chosen(self._checked(methods, original), Choice(how=self.way, groups=groups))
 
     def on(self, groups: Groups, layers: int) -> Method:
@@ -233,7 +227,7 @@ class Layers(Strategy):
 
     def _automatic(self, original: Original) -> Groups:
         """Return the layers with the most similar attention maps, or the layers that change their input least."""
-        layers = original.layers
+        layers = original.model.config.num_hidden_layers
         ids = original.windows["choice"].ids  # (N, T)
         # as many as the paper's blocks convert in the top half: each has one layer that stays
         count = self.options.count or max(1, layers // 2 // PAPER_SIZE * (PAPER_SIZE - 1))

@@ -62,10 +62,11 @@ def train(
             check_run(target, recipe, resume)
             begin_run(target, recipe)
         arguments = stage_arguments(recipe, recipe.parts[0], target)
-        check_attention(recipe.attention, arguments.device)
+        assert recipe.model is not None, "a recipe without stages has one"
+        check_attention(recipe.model.attention, arguments.device)
         tokenizer = recipe_tokenizer(recipe.tokenizer or "bytes", [part.text() for part in recipe.data.domains])
         # too large a model is refused before any text is read
-        if recipe.model is not None and recipe.model.start is None:
+        if recipe.model.start is None:
             with torch.device("meta"):
                 empty = new_model(recipe.model, recipe.data.length, tokenizer)
             check_memory(empty, arguments, recipe.data.length)

@@ -8,6 +8,7 @@ import math
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -96,16 +97,16 @@ def in_brief(error: Exception) -> str:
 
 
 @torch.no_grad()
-def _token_by_token(subject: Subject) -> Measurement:
-    return Measurement(subject.difference(subject.run_in_chunks([1] * subject.ids.shape[1])))
-
-
-@torch.no_grad()
-def _chunked(subject: Subject) -> Measurement:
-    # a prefill, a step and two chunks: positions and masks differ in each
+def _in_chunks(subject: Subject, by_token: bool) -> Measurement:
+    """Run the ids with a cache: token by token, or in chunks of different sizes."""
     count = subject.ids.shape[1]
-    sizes = [count // 3, 1, count // 4]
-    return Measurement(subject.difference(subject.run_in_chunks([*sizes, count - sum(sizes)])))
+    if by_token:
+        sizes = [1] * count
+    else:
+        # a prefill, a step and two chunks: positions and masks differ in each
+        sizes = [count // 3, 1, count // 4]
+        sizes.append(count - sum(sizes))
+    return Measurement(subject.difference(subject.run_in_chunks(sizes)))
 
 
 @torch.no_grad()
@@ -311,8 +312,8 @@ def _cache_bytes(subject: Subject) -> Measurement:
 
 
 CHECKS: dict[str, Callable[[Subject], Measurement]] = {
-    "cache, token by token": _token_by_token,
-    "cache, uneven chunks": _chunked,
+    "cache, token by token": partial(_in_chunks, by_token=True),
+    "cache, uneven chunks": partial(_in_chunks, by_token=False),
     "static cache": _static,
     "left-padded batch": _left_padded,
     "beam search": _beam_search,

@@ -109,8 +109,8 @@ def fit_codec(
         device: cpu, cuda, …; default: the GPU if there is one. In Python only if `model` is a name.
 
     Raises:
-        ValueError: an option is wrong, there is too little text, or the model is not a causal LM, or has shared or chosen
-            layers, MLA, or cross-attention.
+        ValueError: an option is wrong, there is too little text, the model is not a causal LM, or it has shared or
+            chosen layers, MLA, or cross-attention.
     """
     source = unwrapped(model)
     check_extra("store", "a codec", "pcodec")

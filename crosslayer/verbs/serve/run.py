@@ -33,7 +33,7 @@ def serve(
     """Serve a model with vLLM over an OpenAI-compatible HTTP API; layers that share a KV cache also share it in vLLM.
 
     Args:
-        model: hub name, local folder, or an embedded model: smollm2, gemma3, qwen.
+        model: hub name, local folder, smollm2, qwen or gemma3.
         flags: flags of `vllm serve`, after --.
         host: address to listen on; 0.0.0.0 for all interfaces.
         port: port to listen on.

@@ -90,11 +90,6 @@ class SmallerKVCache(Cache):
         for group in self.groups:
             group.select(torch.arange(len(group.seen)).repeat_interleave(repeats))
 
-    def reduced_texts(self) -> int:
-        """Return how many texts have lost tokens, in any layer."""
-        lost = {row for group in self.groups for row, seen in enumerate(group.seen) if group.held[row] < seen}
-        return len(lost)
-
     def quantized_tokens(self) -> int:
         """Return how many columns are quantized, in the layer with most; below 8 bits, short texts have none."""
         parts = [part for layer in self.layers if isinstance(layer, ColumnLayer) for part in layer.columns]

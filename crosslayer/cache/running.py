@@ -65,10 +65,14 @@ def checked_plan(model: PreTrainedModel, eviction: Eviction | None, bits: KvBits
         if eviction is not None and states.mask != "no attention" and states.keys == 0:
             raise ValueError(f"{name}: layer {layer} has {states.mask}; eviction needs softmax attention")
     if eviction is not None:
-        eviction.check_layers(plan.layers, evicting_groups(wiring))
+        groups = [group for group in sharing_groups(plan) if wiring.layers[group[0]].window is None]
+        eviction.check_layers(plan.layers, groups)
     if bits is not None:
+        bits.check_count(plan.layers, f"KV bits {bits.text!r}")
         unlimited = [layer for layer, states in enumerate(wiring.layers) if states.window is None]
-        bits.check_layers([layer for layer in unlimited if plan.stored(layer)], plan.layers)
+        if all(bits.at(layer) is None for layer in unlimited if plan.stored(layer)):
+            named = "no layer of the model stores" if bits.everywhere else "none of these layers stores"
+            raise ValueError(f"KV bits {bits.text!r}: {named} quantizable keys or values (of all tokens)")
         # the positions of kept tokens are not known, so a large mean of keys cannot be subtracted
         if eviction is not None and any(keeps_recent(bits.at(layer)) for layer in range(plan.layers)):
             excess = max((offset.excess for offset in key_offsets(model).values()), default=0.0)
@@ -86,11 +90,6 @@ def stored_kinds(wiring: ModelPlan, bits: KvBits | None) -> list[str | None]:
         bits.at(layer) if bits is not None and wiring.plan.stored(layer) and states.window is None else None
         for layer, states in enumerate(wiring.layers)
     ]
-
-
-def evicting_groups(wiring: ModelPlan) -> list[list[int]]:
-    """Return the groups of layers from which tokens are evicted: those without a window."""
-    return [group for group in sharing_groups(wiring.plan) if wiring.layers[group[0]].window is None]
 
 
 def sharing_groups(plan: DepthPlan) -> list[list[int]]:
@@ -223,7 +222,8 @@ class _Run:
         # under an eviction all tokens are rounded, and nothing is subtracted, since positions are not known
         self.recent = bits.recent if bits is not None and eviction is None else 0
         self.offsets = key_offsets(model) if bits is not None and eviction is None else {}
-        groups = evicting_groups(wiring)
+        # a window is kept as it is: only the other layers evict
+        groups = [group for group in sharing_groups(wiring.plan) if wiring.layers[group[0]].window is None]
         self.group_of = {layer: number for number, group in enumerate(groups) for layer in group}
         kinds = stored_kinds(wiring, bits)
         # of each layer the types of the keys and of the values that it reads: those of their sources

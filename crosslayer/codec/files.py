@@ -120,13 +120,6 @@ class Files:
         finally:
             partial.unlink(missing_ok=True)
 
-    def touch(self, path: str) -> None:
-        """Record that a file was used, where the file system can: on a local disk."""
-        if self.is_local:
-            now = time.time_ns()  # the kernel's own clock of files has steps of some milliseconds
-            with contextlib.suppress(OSError):
-                os.utime(path, ns=(now, now))
-
     def remove(self, path: str) -> None:
         """Remove a file, unless another process did, or the store is read-only."""
         with contextlib.suppress(OSError), _os_errors():

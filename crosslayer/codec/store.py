@@ -10,6 +10,8 @@ Anyone who can read a store can read its prompts: on a local disk its files have
 
 import contextlib
 import errno
+import os
+import time
 import warnings
 from collections.abc import Container, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -311,8 +313,12 @@ class PromptStore:
 
     def _use(self, blocks: Sequence[format.Block]) -> None:
         """Record that blocks of a text were used, parents last: they are removed last."""
+        if not self.files.is_local:  # object stores keep no time of use
+            return
         for block in reversed(blocks):
-            self.files.touch(self._path(block))
+            now = time.time_ns()  # the kernel's own clock of files has steps of some milliseconds
+            with contextlib.suppress(OSError):
+                os.utime(self._path(block), ns=(now, now))
 
     def _write(self, block: format.Block) -> bool:
         """Write a block, and return whether it is stored; a full disk loses the blocks used least recently."""

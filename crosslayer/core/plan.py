@@ -110,17 +110,13 @@ class DepthPlan:
         """Return the layers whose `state` a layer reads; empty if it has no attention."""
         return _layers_of(self.sources(state)[layer])
 
-    def has_own(self, state: str, layer: int) -> bool:
-        """Return whether a layer computes this state itself."""
-        return layer in self.reads(state, layer)
-
     def own_layers(self, state: str) -> list[int]:
         """Return the layers that compute this state themselves."""
         return [layer for layer, source in enumerate(self.sources(state)) if layer in _layers_of(source)]
 
     def stored(self, layer: int) -> tuple[str, ...]:
         """Return what the cache holds for a layer: its own keys and values, if any (queries are never cached)."""
-        return tuple(state for state in CACHED if self.has_own(state, layer))
+        return tuple(state for state in CACHED if layer in self.reads(state, layer))
 
     def stored_states(self) -> int:
         """Return how many layers' keys or values the cache holds; a plain Transformer holds 2·L."""
@@ -136,13 +132,9 @@ class DepthPlan:
         """What layers do other than read the keys and values of all tokens, as a clause, or None."""
         return "layers attend to chosen tokens only" if self.reads_less else None
 
-    def chooses(self, layer: int) -> bool:
-        """Return whether a layer chooses tokens, for itself or for later layers."""
-        return layer in self.choices
-
     def involves_choice(self, layer: int) -> bool:
         """Return whether a layer chooses tokens or attends to chosen ones."""
-        return self.chooses(layer) or self.choices[layer] is not None
+        return layer in self.choices or self.choices[layer] is not None
 
     def read_count(self, state: str, layer: int, context: int | None = None) -> float:
         """Return how many layers' full keys, or values, a layer reads from the cache in a decoding step.

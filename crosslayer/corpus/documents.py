@@ -77,10 +77,6 @@ class TextSource:
             options = dict(setting.split("=") for setting in settings[1:].split(","))
         return cls(text, domain=domain, **options)
 
-    def files(self) -> list[Path]:
-        """Return its local files; none for a dataset and for the embedded corpus."""
-        return [] if self.name is None else local_files(self.name)
-
     def describe(self) -> str:
         """Return the domain's name, or a short name of the source for reports, without any folder."""
         if self.domain is not None:
@@ -102,7 +98,7 @@ def load_documents(source: TextSource, seed: int = 0) -> Iterable[str]:
     """
     if source.name is None:
         return embedded_documents("default_corpus")
-    if not source.files():
+    if not local_files(source.name):
         # opened at once, so that an unreadable name is an error before a model is loaded
         rows = _opened_dataset(source).shuffle(seed=seed, buffer_size=SHUFFLED)
         return _some(_texts(source, rows), source)
@@ -130,7 +126,7 @@ def stream_documents(source: TextSource, reading: Reading | None = None) -> Iter
 
     Of files, `reading` counts the bytes that are read.
     """
-    files = source.files()
+    files = local_files(source.name)
     if files:
         texts = (text for path in files for text in stream_file(path, source.column, reading, source.where))
         yield from _some(texts, source)
@@ -141,7 +137,7 @@ def stream_documents(source: TextSource, reading: Reading | None = None) -> Iter
 def stream_rows(source: TextSource, reading: Reading | None = None) -> Iterator[tuple[str, Any]]:
     """Yield the rows of .jsonl files or of a dataset, in their order, each with its location in words."""
     assert source.name is not None, "the embedded corpus has no rows"
-    for path in (files := source.files()):
+    for path in (files := local_files(source.name)):
         if file_kind(path) != ".jsonl":
             raise ValueError(f"instructions must be in .jsonl files (.gz, .xz) or a dataset, got {path.name!r}")
         yield from jsonl_rows(path, reading)
@@ -194,7 +190,7 @@ def source_digest(source: TextSource) -> str:
 
     Where no revision is known, without the hub and with nothing in its cache, a dataset is its names.
     """
-    files = [DATA / "default_corpus.tar.xz"] if source.name is None else source.files()
+    files = [DATA / "default_corpus.tar.xz"] if source.name is None else local_files(source.name)
     # names of files do not count: the same text in another place gives the same tokens
     names = [source.column] if files else [source.name, source.config, source.split, source.column]
     if source.name is not None and not files and (revision := dataset_revision(source.name)):

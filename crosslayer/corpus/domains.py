@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from crosslayer.corpus.documents import TextSource, embedded_documents, load_documents
-from crosslayer.corpus.files import PLAIN, file_kind
+from crosslayer.corpus.files import PLAIN, file_kind, local_files
 from crosslayer.corpus.windows import Windows, check_text, split
 
 EMBEDDED = {  # domain → archive and files in it; sources and licenses: data/SOURCES.md
@@ -41,7 +41,7 @@ def embedded_domains(names: Iterable[str] = tuple(EMBEDDED)) -> dict[str, Iterab
 def check_table_options(sources: Sequence[TextSource]) -> None:
     """Refuse a configuration, split or column of a source that has none."""
     for source in sources:
-        files = source.files()
+        files = local_files(source.name)
         is_dataset = source.name is not None and not files
         has_column = is_dataset or any(file_kind(path) not in PLAIN for path in files)
         for option, is_used in (("config", is_dataset), ("split", is_dataset), ("column", has_column)):

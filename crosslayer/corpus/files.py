@@ -38,15 +38,17 @@ class Reading:
     done: int = 0
 
 
-def local_files(name: str) -> list[Path]:
+def local_files(name: str | None) -> list[Path]:
     """Return the files that a name means: all text files in a folder, or what matches a pattern (`*`, `?`, `[…]`).
 
-    Any other name without the suffix of a text file is a dataset's: no files.
+    Any other name without the suffix of a text file is a dataset's, and None the embedded corpus: no files.
 
     Raises:
         ValueError: a file does not exist or is a device or a pipe, a folder holds no text files, or nothing matches a
             pattern.
     """
+    if name is None:
+        return []
     path = Path(name).expanduser()
     if path.is_dir():
         # a README.md is about the texts

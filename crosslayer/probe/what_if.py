@@ -190,7 +190,7 @@ class _Choices:
             return call
         if call.position_bias is not None or not isinstance(mask, Tensor | None) or "flash" in call.implementation:
             raise ValueError(f"layer {call.layer}: chosen tokens need sdpa or eager attention without position biases")
-        if self.plan.chooses(call.layer):
+        if call.layer in self.plan.choices:
             self.held[call.layer] = module.choose(call.query, call.key, mask, call.scaling, call.softcap)
         chooser = self.plan.choices[call.layer]
         choice = None if chooser is None else self.held[chooser]

@@ -78,11 +78,6 @@ def tolerance(config: CrossLayerConfig, float32: float = FLOAT32) -> float:
     return float32 if config.linear_layers or config.attn_logit_softcapping is not None else TOLERANCE
 
 
-def crops(config: CrossLayerConfig) -> bool:
-    """Return whether a cache can be cropped: not with sliding windows or linear attention."""
-    return config.sliding_window is None and not config.linear_layers
-
-
 @torch.no_grad()
 def steps(
     model: CrossLayerForCausalLM, ids: Tensor, sizes: Sequence[int], cache: Cache | None = None

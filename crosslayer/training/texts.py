@@ -21,7 +21,7 @@ from crosslayer.corpus.documents import (
     stream_rows,
 )
 from crosslayer.corpus.domains import EMBEDDED
-from crosslayer.corpus.files import Reading, say_skipped, with_line_feeds
+from crosslayer.corpus.files import Reading, local_files, say_skipped, with_line_feeds
 from crosslayer.corpus.rows import PROMPT, Example, example_of
 from crosslayer.corpus.windows import next_word
 from crosslayer.training.recipe_file import Part, WrongKey
@@ -82,7 +82,7 @@ class Domain:
         both: list[Shards] = []
         try:
             for split, (documents, source) in splits.items():
-                reading = Reading(sum(path.stat().st_size for path in source.files()))
+                reading = Reading(sum(path.stat().st_size for path in local_files(source.name)))
                 digest = fingerprint(f"{split}/{text}", tokenizer)
                 options = {"fingerprint": digest, "parts": self.parts, "reading": reading}
                 target = folder / f"{short}-{split}-{digest[:16]}"

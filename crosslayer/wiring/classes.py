@@ -48,13 +48,10 @@ def declared(kind: "type[PreTrainedConfig]") -> frozenset[str]:
     return frozenset(names)
 
 
+@functools.cache
 def in_model_code(kind: "type[PreTrainedConfig]", name: str) -> bool:
     """Return whether the model of a config class reads a field, as an attribute or by its name as text."""
+    files = sorted(Path(inspect.getfile(kind)).parent.glob("modeling_*.py"))
+    code = "".join(file.read_text(encoding="utf-8") for file in files)
     # `getattr(config, "name", …)` counts like `config.name`: some models read optional fields in this way.
-    return bool(re.search(rf"(config\.|[\"']){re.escape(name)}\b", _model_code(kind)))
-
-
-@functools.cache
-def _model_code(kind: "type[PreTrainedConfig]") -> str:
-    folder = Path(inspect.getfile(kind)).parent
-    return "".join(file.read_text(encoding="utf-8") for file in sorted(folder.glob("modeling_*.py")))
+    return bool(re.search(rf"(config\.|[\"']){re.escape(name)}\b", code))

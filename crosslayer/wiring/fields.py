@@ -10,6 +10,7 @@ from typing import Any
 from transformers import PreTrainedConfig
 from transformers.models.auto import modeling_auto as auto
 
+from crosslayer.core.method import Method
 from crosslayer.core.plan import DepthPlan, TokenCount
 from crosslayer.core.transformers_versions import layers_without_cache
 from crosslayer.models.errors import check_layers
@@ -95,7 +96,9 @@ def layer_states(config: Any, layer_type: str, layer: int) -> LayerStates:
     states = LayerStates(NO_KV_CACHE.get(layer_type, ""), fixed=fixed, fixed_float32=fixed_float32, kernel=kernel)
     if layer_type in NO_KV_CACHE:
         return states
-    keys, values, heads = _sizes(config, layer_type, layer)
+    rotating = field(config, "no_rope_layers")  # by layer, 1: rotary, 0: none
+    rotates = not rotating or bool(rotating[layer])
+    keys, values, heads = _sizes(config, layer_type, layer, rotates)
 
     window = None
     if layer_type in SLIDING or layer_type in COMPRESSED:
@@ -117,7 +120,7 @@ def layer_states(config: Any, layer_type: str, layer: int) -> LayerStates:
     mask = _mask(layer_type, window, every, selected)
     return replace(
         states,
-        mask=mask if _rotates(config, layer) else f"{mask}, no rope",
+        mask=mask if rotates else f"{mask}, no rope",
         keys=keys,
         values=values,
         heads=heads,
@@ -156,12 +159,7 @@ def _mask(layer_type: str, window: int | None, every: int | None, selected: int 
     return f"{seen}{f', {top}' if top else ''}{beside}"
 
 
-def _rotates(config: Any, layer: int) -> bool:
-    rotating = field(config, "no_rope_layers")  # by layer, 1: rotary, 0: none
-    return not rotating or bool(rotating[layer])
-
-
-def _sizes(config: Any, layer_type: str, layer: int) -> tuple[int, int, int]:
+def _sizes(config: Any, layer_type: str, layer: int, rotates: bool) -> tuple[int, int, int]:
     """Return the elements of a token's keys and values in a layer's cache, and the number of heads (0: a latent)."""
     # No class declares `use_mla`, so it is read from the file. If it is False, published configs have latents of 0.
     off = getattr(config, "use_mla", None) is False and reads(config, "kv_lora_rank")
@@ -169,7 +167,7 @@ def _sizes(config: Any, layer_type: str, layer: int) -> tuple[int, int, int]:
     if latent is not None:
         # The latent holds keys and values together; only the rotated part of the keys is cached in addition.
         rope = int_field(config, layer, "qk_rope_head_dim", least=0, default=0)
-        return latent, rope if _rotates(config, layer) else 0, 0
+        return latent, rope if rotates else 0, 0
 
     prefix = "swa_" if layer_type in SLIDING and field(config, "swa_head_dim") is not None else ""
     heads = int_field(config, layer, *(f"{prefix}{name}" for name in KV_HEADS))
@@ -254,7 +252,8 @@ def _readers(config: Any, layer_types: list[str]) -> dict[int, int]:
 
 def residual_form(config: Any) -> tuple[str, int]:
     """Return a description of the residual connection, and its number of streams."""
-    ours = field(config, "residual_methods")
+    methods = field(config, "methods", default=())
+    ours = [method.name() for method in methods if type(method).residual is not Method.residual]
     if ours:
         return f"by {' and '.join(ours)}", 1
     for name, form in STREAMS.items():

@@ -7,7 +7,6 @@ As text, `4` stores keys and values of every layer with 4 bits, `8@0-11,4@12-29`
 Below 8 bits the first token and the latest 64 stay exact, since much of attention goes to them.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -58,13 +57,6 @@ class KvBits(ByLayer[str]):
         kinds = {self.everywhere, *self.layers}
         exact = f"; the first token and the latest {self.recent} exact" if any(map(keeps_recent, kinds)) else ""
         return f"{self.name}{exact}"
-
-    def check_layers(self, quantizable: Sequence[int], count: int) -> None:
-        """Refuse layers that do not exist, and bits for layers none of which stores keys or values of all tokens."""
-        self.check_count(count, f"KV bits {self.text!r}")
-        if all(self.at(layer) is None for layer in quantizable):
-            named = "no layer of the model stores" if self.everywhere else "none of these layers stores"
-            raise ValueError(f"KV bits {self.text!r}: {named} quantizable keys or values (of all tokens)")
 
 
 def parse_kv_bits(text: str | int) -> KvBits:

@@ -12,10 +12,10 @@ from crosslayer.core.plan import CACHED, DepthPlan
 from crosslayer.output.formatting import UNKNOWN, Shown, Table, percent, ranges, readable_bytes
 from crosslayer.output.record import Frozen
 from crosslayer.wiring.engines import StoredLayer, allocated, check_engine, fixed_bytes
-from crosslayer.wiring.states import ItemSizes, LayerStates
+from crosslayer.wiring.states import FLOAT32, ItemSizes, LayerStates
 
 MOST_TOKENS = 2**40  # beyond any context
-SIXTEEN_BITS = ItemSizes(2, 2)
+SIXTEEN_BITS = 2  # bytes
 SHARE = "of the 16-bit cache"
 COLUMNS = ["stored", SHARE, "read per decoding step"]
 
@@ -182,7 +182,11 @@ class ModelPlan(Shown):
 
     def full_at(self, length: int) -> int:
         """Return the bytes of the 16-bit cache: every layer's own keys and values of all tokens, in 16 bits."""
-        sizes = [states.full_bytes(length, SIXTEEN_BITS) for states in self.layers]
+        sizes = []
+        for states in self.layers:
+            # an indexer may keep float32 whatever the dtype of the model
+            index = states.index * (FLOAT32 if states.index_float32 else SIXTEEN_BITS)
+            sizes.append(states.passes * length * ((states.keys + states.values) * SIXTEEN_BITS + index))
         # A layer without keys and values (linear attention, or a method removed it) counts like the largest one, so
         # that a share is of a model with attention in every layer.
         return round(self.batch * sum(size or max(sizes) for size in sizes))

@@ -157,26 +157,22 @@ def _parsed(text: str, name: str) -> dict[str, Any]:
     return values
 
 
-def _source(text: str, name: str, like: str | None, weights_bytes: int | None = None) -> Source:
-    values = _parsed(text, name)
-    if like is not None:
-        values["model_type"] = like
-    return Source(class_config(values, name), weights_bytes)
-
-
 class DeciLMAsLlama(LlamaConfig):
     """The config of a DeciLM by Llama's fields, some of which differ by layer."""
 
     model_type = DECILM
 
 
-def class_config(values: dict[str, Any], name: str) -> PreTrainedConfig:
-    """Return the config that transformers reads from the fields of a config.json; code in its folder is never run.
+def _source(text: str, name: str, like: str | None, weights_bytes: int | None = None) -> Source:
+    """Return the config that transformers reads from the text of a config.json; code in its folder is never run.
 
     Raises:
         ValueError: the model type is unknown, its class refuses the fields, or does not read one that makes layers
             share, or a size under another name.
     """
+    values = _parsed(text, name)
+    if like is not None:
+        values["model_type"] = like
     model_type = values.get("model_type")
     if not isinstance(model_type, str):
         raise ValueError(f"{name!r} is not the config of a model: it has no model_type; try --like TYPE")
@@ -209,7 +205,7 @@ def class_config(values: dict[str, Any], name: str) -> PreTrainedConfig:
                 ) from None
         raise
     _check_ignored(values, config, name)
-    return config
+    return Source(config, weights_bytes)
 
 
 def _llama_values(values: dict[str, Any]) -> dict[str, Any]:
@@ -277,23 +273,25 @@ def _unread_sizes(values: dict[str, Any], beside: dict[str, Any], config: PreTra
     """Return the sizes in the file, or in a part of it, that are not those of the text model."""
     text = config.get_text_config(decoder=True)
     read = {NAMES[name] for name in values.keys() & NAMES.keys() - beside.keys()}
-    unread = []
+    in_parts = []  # name in the file, size, value
     for name, part in values.items():
         if not isinstance(part, dict) or any(word in name for word in NO_TEXT):
             continue
         sizes = [size for size in part if size in NAMES]
         if name in beside:
-            unread += [f"{name}.{size}" for size in sizes if _differs(part[size], getattr(text, NAMES[size], None))]
+            in_parts += [(f"{name}.{size}", size, part[size]) for size in sizes]
         else:
             read |= {NAMES[size] for size in sizes}
     # If the file has a size twice, under two names, the one that the class reads counts.
-    sizes = [size for size in beside if size in NAMES and NAMES[size] not in read]
-    return [size for size in sizes if _differs(beside[size], getattr(text, NAMES[size], None))] + unread
-
-
-def _differs(value: Any, read: Any) -> bool:
-    """Return whether a value in a file differs from what the config has."""
-    # Classes translate the older names of some layer types, so only their number is compared.
-    if isinstance(value, list) and isinstance(read, list | tuple):
-        return len(value) != len(read)
-    return value is not None and value != read
+    found = [(size, size, beside[size]) for size in beside if size in NAMES and NAMES[size] not in read]
+    unread = []
+    for name, size, value in [*found, *in_parts]:
+        known = getattr(text, NAMES[size], None)
+        if isinstance(value, list) and isinstance(known, list | tuple):
+            # Classes translate the older names of some layer types, so only their number is compared.
+            differs = len(value) != len(known)
+        else:
+            differs = value is not None and value != known
+        if differs:
+            unread.append(name)
+    return unread

@@ -5,6 +5,7 @@ the sizes are those of transformers' caches.
 """
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 from crosslayer.wiring import kv_bits
@@ -114,11 +115,6 @@ class LayerStates:
         read = (tokens + entries) * (self.keys + self.values) * sizes.kv
         return self.passes * (read + self._indexed_bytes(length, sizes))
 
-    def full_bytes(self, length: int, sizes: ItemSizes) -> float:
-        """Return the bytes of a plain cache: keys and values of all tokens, neither compressed nor quantized."""
-        size = length * (self.keys + self.values) * sizes.model
-        return self.passes * (size + length * self.index * (FLOAT32 if self.index_float32 else sizes.model))
-
     def _indexed_bytes(self, length: int, sizes: ItemSizes) -> float:
         indexed = length if self.every is None else self.entries(length)
         return indexed * self.index * (FLOAT32 if self.index_float32 else sizes.model)
@@ -153,10 +149,7 @@ def fixed_states(config: Any, layer_type: str, layer: int) -> tuple[int, int, in
     Raises:
         ValueError: the config has linear attention of an unknown kind.
     """
-
-    def size(*names: str) -> int:
-        return int_field(config, layer, *names)
-
+    size = partial(int_field, config, layer)
     # A field that only one kind of layer has identifies it. The order matters: a config may have fields of several.
     if layer_type == "conv":
         return size("hidden_size") * size(SHORT_CONVOLUTION), 0, size(SHORT_CONVOLUTION)

@@ -64,7 +64,7 @@ class CrossLayerAttention(nn.Module):
         # the compiler distinguishes layers by what is read of them: these flags are few, the names behind them many
         self.reads_others, self.is_read = bool(self.sources), bool(self.carried)
         plan = wiring.plan
-        own_q, own_k, own_v = (plan.has_own(state, layer_idx) for state in STATES)
+        own_q, own_k, own_v = (layer_idx in plan.own_layers(state) for state in STATES)
         width, has_bias, output_bias = config.hidden_size, config.attention_bias, config.attention_output_bias
         heads, has_norms = config.num_attention_heads, config.qk_norm
         self.q_proj = nn.Linear(width, heads * head_dim, bias=has_bias) if own_q else None
@@ -76,7 +76,7 @@ class CrossLayerAttention(nn.Module):
         mixers = [mixer for m in wiring.methods if (mixer := m.heads(config, wiring, layer_idx)) is not None]
         self.mixers = nn.ModuleList(mixers)
         self.reader = state_reader(config, wiring, layer_idx) if wiring.reads_several[layer_idx] else None
-        self.chooses, self.attends_to_choice = plan.chooses(layer_idx), plan.choices[layer_idx] is not None
+        self.chooses, self.attends_to_choice = layer_idx in plan.choices, plan.choices[layer_idx] is not None
         self.choice = None
         if plan.involves_choice(layer_idx):
             modules = [method.choice(config, wiring, layer_idx) for method in wiring.methods]

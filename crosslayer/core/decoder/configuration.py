@@ -105,11 +105,6 @@ class CrossLayerConfig(LlamaConfig):
         return [load_method(entry) for entry in self.cross_layer]
 
     @property
-    def residual_methods(self) -> list[str]:
-        """The names of the methods that replace the residual connection."""
-        return [method.name() for method in self.methods if type(method).residual is not Method.residual]
-
-    @property
     def components(self) -> Family:
         """The component classes of the family."""
         return load_family(self.family)
@@ -150,16 +145,6 @@ class CrossLayerConfig(LlamaConfig):
     @base_model_tp_plan.setter
     def base_model_tp_plan(self, plan: dict[str, str]) -> None:
         """Ignore assignments: transformers before 5.21 would add the embedding, which is included already."""
-
-    def returns_router_logits(self, requested: bool | None) -> bool:
-        """Return whether routers' logits are returned: as `requested`, by default as the config says.
-
-        Raises:
-            ValueError: they are requested, but the model has no router.
-        """
-        if requested and self.num_local_experts is None:
-            raise ValueError("output_router_logits: the model has no router, since num_local_experts is not set")
-        return self.output_router_logits if requested is None else requested
 
     def _check_family(self) -> None:
         family = self.components

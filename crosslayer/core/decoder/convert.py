@@ -188,7 +188,9 @@ def convert_weights(source: PreTrainedModel, methods: list[Method]) -> Conversio
     changed = [name for method in config.wiring.methods for name in method.inherit(weights, config, config.wiring)]
 
     config._experts_implementation = source.config._experts_implementation
-    model: Any = _empty(CrossLayerForCausalLM, config, source)
+    attention = source.config._attn_implementation
+    with torch.device("meta"):  # without memory: the source's own tensors follow
+        model: Any = CrossLayerForCausalLM._from_config(config, dtype=source.dtype, attn_implementation=attention)
     # rotary tables are in no checkpoint: on the meta device they would stay without numbers
     tables = rotary(config)
     model.model.rotary_emb = None if tables is None else tables.to(source.device)
@@ -214,13 +216,6 @@ def plain_decoder(source: PreTrainedModel) -> CrossLayerForCausalLM:
     model = convert_weights(source, []).model
     assert isinstance(model, CrossLayerForCausalLM)
     return model
-
-
-def _empty(model_class: type[PreTrainedModel], config: Any, source: PreTrainedModel) -> PreTrainedModel:
-    """Build a model on the meta device, without memory."""
-    attention = source.config._attn_implementation
-    with torch.device("meta"):
-        return model_class._from_config(config, dtype=source.dtype, attn_implementation=attention)
 
 
 def _mixing_modules(module: nn.Module) -> Iterator[Mixing]:
@@ -250,7 +245,10 @@ def _without_layers(source: PreTrainedModel, wiring: Wiring) -> Conversion | Non
     config.num_hidden_layers = len(layers)
     if "layer_types" in config.to_dict() and config.layer_types is not None:
         config.layer_types = [config.layer_types[layer] for layer in layers]
-    model: Any = _empty(type(source), config, source)
+    with torch.device("meta"):
+        model: Any = type(source)._from_config(
+            config, dtype=source.dtype, attn_implementation=source.config._attn_implementation
+        )
     # tables and scales that are in no checkpoint: rotary positions (learned ones are weights), Gemma's embeddings
     if source.model.rotary_emb is not None:
         model.model.rotary_emb = type(source.model.rotary_emb)(config=config).to(source.device)

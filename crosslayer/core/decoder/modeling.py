@@ -174,7 +174,11 @@ class CrossLayerModel(CrossLayerPreTrainedModel):
         With `output_router_logits`, also the logits of every router, (B·T, E) each.
         """
         check_keywords(CrossLayerModel.forward, kwargs)
-        with_router_logits = self.config.returns_router_logits(kwargs.pop("output_router_logits", None))
+        with_router_logits = kwargs.pop("output_router_logits", None)
+        if with_router_logits is None:
+            with_router_logits = self.config.output_router_logits
+        elif with_router_logits and self.config.num_local_experts is None:
+            raise ValueError("output_router_logits: the model has no router, since num_local_experts is not set")
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("the model needs either input_ids or inputs_embeds; pass exactly one")
         if kwargs.pop("output_attentions", None) or self.config.output_attentions:

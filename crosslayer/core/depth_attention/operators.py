@@ -84,31 +84,19 @@ def keep(source: Tensor, earlier: Sources, total: int) -> Sources:
         or not index == bank.next < bank.end
         or (source.shape, source.dtype) != (bank.values.shape[1:], bank.values.dtype)
     ):
+        capacity = min(SLOTS, total - index)
         # the last source would be alone in its bank
-        bank = _Bank(source, index, min(SLOTS, total - index)) if total - index >= 2 else None
+        bank = _Bank(source.new_empty(capacity, *source.shape), index, index + capacity) if capacity > 1 else None
     return Sources((*earlier, _Source.apply(source, bank)), bank or earlier.bank)
 
 
+@dataclass(eq=False)
 class _Bank:
-    """Memory for sources of equal shape and type, one behind another.
+    """Memory for sources of equal shape and type, one behind another."""
 
-    Attributes:
-        values: (n, …, C), the memory.
-        next: the index of the next source, the first of all being 0.
-        end: the index of the first source that it has no space for.
-    """
-
-    def __init__(self, source: Tensor, index: int, capacity: int):
-        self.values = source.new_empty(capacity, *source.shape)
-        self.next, self.end = index, index + capacity
-
-    def add(self, source: Tensor) -> Tensor:
-        """Copy a source; return an alias with its own version counter, which later sources do not change."""
-        slot = self.next - self.end  # from the end
-        self.values[slot].copy_(source)
-        self.next += 1
-        # a plain view would share its version with later copies, and backward would refuse the saved source
-        return self.values.data[slot]
+    values: Tensor  # (n, …, C), the memory
+    next: int  # the index of the next source, the first of all being 0
+    end: int  # the index of the first source that it has no space for
 
 
 class _Term(NamedTuple):
@@ -137,7 +125,14 @@ class _Source(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         # of the backward pass that records terms: one that was interrupted leaves terms, which the next must not add
         ctx.task, ctx.terms = None, None
-        result = value.view_as(value) if bank is None else bank.add(value)
+        if bank is None:
+            result = value.view_as(value)
+        else:
+            slot = bank.next - bank.end  # from the end
+            bank.values[slot].copy_(value)
+            bank.next += 1
+            # a plain view would share its version with later copies, and backward would refuse the saved source
+            result = bank.values.data[slot]
         ctx.save_for_backward(result)
         return result
 

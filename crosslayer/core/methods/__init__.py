@@ -216,12 +216,9 @@ def state_reader(config: Config, wiring: Wiring, layer: int) -> StateReader:
     return next(iter(readers.values()))
 
 
-def merge_plans(methods: Sequence[Method], layers: int) -> DepthPlan:
-    """Return the combined plan of several methods."""
-    return _merged(methods, [method.plan(layers) for method in methods], layers)
-
-
-def _merged(methods: Sequence[Method], plans: Sequence[DepthPlan], layers: int) -> DepthPlan:
+def merge_plans(methods: Sequence[Method], layers: int, plans: Sequence[DepthPlan] | None = None) -> DepthPlan:
+    """Return the combined plan of several methods; `plans` are their own, where these are made already."""
+    plans = [method.plan(layers) for method in methods] if plans is None else plans
     # each two must combine, in whichever order: a third one that drops the layer would hide their conflict
     for (first, plan), (second, second_plan) in combinations(zip(methods, plans, strict=True), 2):
         plan.merge(second_plan, (first.name(), second.name()))
@@ -271,7 +268,7 @@ def _wire(methods: tuple[Method, ...], layers: int, linear: tuple[int, ...]) -> 
                 )
 
     # to the plan a layer with linear attention is one without attention: it has no queries, keys or values to share
-    plan = _merged(methods, plans, layers)
+    plan = merge_plans(methods, layers, plans)
     softmax = tuple(None if layer in linear else layer for layer in range(layers))
     every = tuple(range(layers))
     plan = plan.merge(DepthPlan(softmax, softmax, softmax, every), ("the methods", "linear attention"))

@@ -71,11 +71,9 @@ class _Fusion(StateReader):
     def forward(self, keys: PerSource, values: PerSource, mask: Tensor | None, new: int) -> Combined:
         """Return the weighted sums of keys and values (B, H_kv, S, D), and the mask unchanged."""
         key_weights = self.key_weights.repeat(1, 1, 2)  # (H_kv, 2, D): a rotary pair is D/2 apart
-        return _fused(keys, key_weights), _fused(values, self.value_weights), mask
-
-
-def _fused(states: tuple[Tensor, ...], weights: Tensor) -> Tensor:
-    """Return Σ w ∘ states, from two states (B, H_kv, S, D) and weights (H_kv, 2, D)."""
-    first, last = weights[:, 0, None], weights[:, 1, None]  # (H_kv, 1, D)
-    # weights may be wider in mixed precision, and attention needs queries, keys and values in one dtype
-    return (first * states[0] + last * states[1]).to(states[0].dtype)
+        sums = []
+        for (first, last), weights in ((keys, key_weights), (values, self.value_weights)):
+            total = weights[:, 0, None] * first + weights[:, 1, None] * last  # (B, H_kv, S, D)
+            # weights may be wider in mixed precision, and attention needs queries, keys and values in one dtype
+            sums.append(total.to(first.dtype))
+        return sums[0], sums[1], mask

@@ -51,7 +51,7 @@ class Mudd(Method):
         ways: tuple[int | None, ...] = (None,)
         if above and above[0][1] == "attn" and self.ways == "all":
             reader = above[0][0]
-            ways = (*[index for index, state in enumerate(STATES) if wiring.plan.has_own(state, reader)], None)
+            ways = (*[index for index, state in enumerate(STATES) if reader in wiring.plan.own_layers(state)], None)
         return _Sum(config, sublayer == 0, sources, ways, inner=sources * (4 if self.ways == "all" else 1))
 
 

@@ -28,17 +28,13 @@ class YOCO(Method):
 
     def plan(self, layers: int) -> DepthPlan:
         """Let the upper half read the keys and values of its first layer."""
-        middle, own = _middle(layers), tuple(range(layers))
+        middle, own = self.windows(layers).index(None), tuple(range(layers))
         source = own[:middle] + (middle,) * (layers - middle)
         return DepthPlan(own, source, source, own)
 
     def windows(self, layers: int) -> tuple[int | None, ...]:
         """Return the window for the lower half, None for the upper."""
-        middle = _middle(layers)
+        if layers < 3:
+            raise ValueError(f"yoco needs at least 3 layers, got {layers}")
+        middle = layers // 2
         return (self.window,) * middle + (None,) * (layers - middle)
-
-
-def _middle(layers: int) -> int:
-    if layers < 3:
-        raise ValueError(f"yoco needs at least 3 layers, got {layers}")
-    return layers // 2

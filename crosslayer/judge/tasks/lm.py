@@ -185,8 +185,9 @@ class JudgedLM(_HFLM):
         cache, _ = self._read_before_last(context)
         answers = super()._model_generate(context, *arguments, **{CACHE: cache}, **options)
         if isinstance(cache, SmallerKVCache):
-            # Beams are rows of the cache too.
-            self.reduced += min(cache.reduced_texts(), len(context))
+            # Texts that have lost tokens, in any layer; beams are rows of the cache too.
+            lost = {row for group in cache.groups for row, seen in enumerate(group.seen) if group.held[row] < seen}
+            self.reduced += min(len(lost), len(context))
         return answers
 
     def _batch_scheduler(self, pos: int, n_reordered_requests: Sequence[Any]) -> int:

@@ -33,8 +33,11 @@ NAMES = {
     "mudd": "MUDD",
 }
 # in the figure: variants whose name stands at the left of their interval, and how many pixels a name is moved down
-LEFT = ("AttnRes, full", "SVFormer", "ResFormer, Eq. 7", "AttnRes, blocks of 2")
-DOWN = {"ResFormer, learnable": -7, "DenseFormer": 8, "ResFormer, Eq. 7": -6, "AttnRes, blocks of 2": 3}
+LEFT = {64: ("AttnRes, full", "SVFormer", "ResFormer, Eq. 7", "AttnRes, blocks of 2"), 128: ()}
+DOWN: dict[int, dict[str, int]] = {
+    64: {"ResFormer, learnable": -7, "DenseFormer": 8, "ResFormer, Eq. 7": -6, "AttnRes, blocks of 2": 3},
+    128: {},
+}
 PAIRS = (  # elaborate, simple
     ("mudd", "denseformer"),
     ("hyper_connections", "resformer"),
@@ -126,9 +129,9 @@ def one_width(width: int, rows: list[dict]) -> dict:
         layer["encoding"]["color"] = color
     # a name stands at the right end of its interval, or at the left where another variant is in the way
     for row in rows:
-        is_left = row["name"] in LEFT
+        is_left = row["name"] in LEFT[width]
         mark = {"type": "text", "align": "right" if is_left else "left", "dx": -6 if is_left else 6, "fontSize": 11}
-        mark["dy"] = DOWN.get(row["name"], 0)
+        mark["dy"] = DOWN[width].get(row["name"], 0)
         end = {"field": "left" if is_left else "right", **across}
         encoding = {"x": end, "y": {"field": "seconds", **up}, "text": {"field": "name"}, "color": color}
         layers.append({"data": {"values": [row]}, "mark": mark, "encoding": encoding})

@@ -20,10 +20,15 @@ def percent(share: float, digits: int = 0) -> str:
 
 
 def folder_name(name: str) -> str:
-    """Return how a result calls a model: a hub name as it is, of a path the last part alone."""
+    """Return how a result calls a model: a hub name as it is, of a path the last part alone, of a run its folder."""
     # the folders above a model's would tell where its user keeps things
     path = Path(name).expanduser()
-    return path.resolve().name if name and (path.is_absolute() or path.exists()) else name
+    if not name or not (path.is_absolute() or path.exists()):
+        return name
+    path = path.resolve()
+    # `crosslayer train --out runs/attnres` writes runs/attnres/model
+    is_of_run = path.name == "model" and (path.parent / "record.json").is_file()
+    return path.parent.name if is_of_run else path.name
 
 
 def readable_bytes(count: float) -> str:

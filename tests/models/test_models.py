@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 import crosslayer
 from crosslayer import hub
 from crosslayer.models import load as models
-from crosslayer.models.load import resolve_dtype
+from crosslayer.models.load import public_name, resolve_dtype
 from crosslayer.testing.tiny import build, config_of
 from tests.helpers.tiny import tiny
 
@@ -329,3 +329,11 @@ def test_what_is_no_name_of_the_hub_is_not_sought_there(fake_hub):
 
 
 # ---- the cache of converted models
+
+
+def test_a_result_calls_a_model_by_its_folder_and_the_model_of_a_run_by_the_run(tmp_path):
+    (tmp_path / "attnres" / "model").mkdir(parents=True)
+    assert public_name(tmp_path / "attnres" / "model") == "model"
+    (tmp_path / "attnres" / "record.json").write_text("{}")
+    assert public_name(tmp_path / "attnres" / "model") == public_name(tmp_path / "attnres") == "attnres"
+    assert public_name("owner/name") == "owner/name"

@@ -32,11 +32,15 @@ NAMES = {
     "hyper_connections": "hyper-connections (mHC)",
     "mudd": "MUDD",
 }
+LAYERS = {64: 4, 128: 8}
 # in the figure: variants whose name stands at the left of their interval, and how many pixels a name is moved down
-LEFT = {64: ("AttnRes, full", "SVFormer", "ResFormer, Eq. 7", "AttnRes, blocks of 2"), 128: ()}
-DOWN: dict[int, dict[str, int]] = {
-    64: {"ResFormer, learnable": -7, "DenseFormer": 8, "ResFormer, Eq. 7": -6, "AttnRes, blocks of 2": 3},
-    128: {},
+LEFT = {
+    64: ("AttnRes, full", "SVFormer", "ResFormer, Eq. 7", "AttnRes, blocks of 2"),
+    128: ("ResFormer, learnable", "ResFormer, Eq. 7"),
+}
+DOWN = {
+    64: {"ResFormer, learnable": -19, "DenseFormer": 8, "ResFormer, Eq. 7": -6, "AttnRes, blocks of 2": 3},
+    128: {"ResFormer, learnable": -7, "ResFormer, Eq. 7": 5, "AttnRes, full": -8, "AttnRes, blocks of 2": 10},
 }
 PAIRS = (  # elaborate, simple
     ("mudd", "denseformer"),
@@ -74,12 +78,13 @@ def outcome_rows(record: crosslayer.Comparison) -> list[str]:
     rows = []
     for outcome in sorted(record.outcomes, key=lambda one: -one.speedup.tokens.value if one.speedup else 0):
         found = outcome.speedup
+        speedups = (found.tokens, found.flops, found.seconds) if found else (None, None, None)
         cells = [
             NAMES[outcome.variant],
             f"{rates[outcome.variant]:g}",
             outcome.final.change.text(3, signed=True),
-            *([one.text(2) for one in (found.tokens, found.flops, found.seconds)] if found else ["?"] * 3),
-            outcome.step_time.change.text(2),
+            *(one.text(2) if one else "–" for one in speedups),
+            outcome.step_time.change.text(2) if outcome.step_time else "–",
         ]
         rows.append(f"| {' | '.join(cells)} |")
     return rows
@@ -103,9 +108,9 @@ def figure(found: dict) -> dict:
 
 def one_width(width: int, rows: list[dict]) -> dict:
     """Return the chart of a width in Vega-Lite; both axes are logarithmic, and grey lines stand at 1."""
-    axis = {"type": "quantitative", "axis": {"values": [0.3, 0.5, 0.8, 0.9, 1, 1.2, 1.5, 2], "grid": False}}
-    across = {**axis, "title": "effective speedup in tokens", "scale": {"type": "log", "domain": [0.76, 1.8]}}
-    up = {**axis, "title": "in seconds, on a CPU", "scale": {"type": "log", "domain": [0.26, 1.4]}}
+    axis = {"type": "quantitative", "axis": {"values": [0.3, 0.4, 0.5, 0.6, 0.8, 1, 1.2, 1.5, 2], "grid": False}}
+    across = {**axis, "title": "effective speedup in tokens", "scale": {"type": "log", "domain": [0.6, 2.6]}}
+    up = {**axis, "title": "in seconds, on a CPU", "scale": {"type": "log", "domain": [0.3, 1.8]}}
     names = [*NAMES.values()][1:]
     color = {"field": "name", "type": "nominal", "legend": None, "scale": {"domain": names, "range": [*COLORS]}}
     grey = {"type": "rule", "color": "#b8bdca", "strokeDash": [3, 3]}
@@ -135,7 +140,7 @@ def one_width(width: int, rows: list[dict]) -> dict:
         end = {"field": "left" if is_left else "right", **across}
         encoding = {"x": end, "y": {"field": "seconds", **up}, "text": {"field": "name"}, "color": color}
         layers.append({"data": {"values": [row]}, "mark": mark, "encoding": encoding})
-    title = {"text": f"width {width}", "anchor": "start", "fontSize": 13}
+    title = {"text": f"width {width}, {LAYERS[width]} layers", "anchor": "start", "fontSize": 13}
     return {"data": {"values": rows}, "width": 460, "height": 360, "title": title, "layer": layers}
 
 

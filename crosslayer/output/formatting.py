@@ -26,7 +26,7 @@ def folder_name(name: str) -> str:
     if not name or not (path.is_absolute() or path.exists()):
         return name
     path = path.resolve()
-    # `crosslayer train --out runs/attnres` writes runs/attnres/model
+    # `crosslayer train --out runs/first` writes runs/first/model
     is_of_run = path.name == "model" and (path.parent / "record.json").is_file()
     return path.parent.name if is_of_run else path.name
 

@@ -189,7 +189,7 @@ def test_a_curve_is_read_at_equal_bytes(modules):
 def given_for(path, **changes):
     options = {"model": "tiny", "windows": 2, "prompt": PROMPT, "continued": CONTINUED, "calibration": 12, "length": 60}
     options |= {"seed": 0, "bos": "auto", "matrix": False, "share": 25.0, "out": path, "ways": "", "text": []}
-    return argparse.Namespace(**{**options, "fit_text": [], "zone": 0.1, **changes})
+    return argparse.Namespace(**{**options, "fit_text": [], "zone": 0.1, "save": None, **changes})
 
 
 def windows_of(script, monkeypatch):
@@ -206,7 +206,8 @@ def test_a_run_goes_on_where_it_stopped(script, ways, monkeypatch, tmp_path):
     script.run(given_for(path, ways="int@4,unrotated-int"), ways.model, None)
     before = json.loads(path.read_text())
     assert [row["unit"] for row in before["rows"]] == ["int@4", "unrotated-int@4"] and before["ratios"] == []
-    record = script.run(given_for(path, ways="codec@25,int@4"), ways.model, None)
+    record = script.run(given_for(path, ways="codec@25,int@4", save=tmp_path), ways.model, None)
+    assert (tmp_path / "codec@25" / "codec.safetensors").is_file()
     assert record["rows"][:2] == before["rows"] and record["rows"][2]["way"] == "codec"
     assert {one["other"] for one in record["ratios"]} == {"int", "unrotated-int"}
     assert all(len(row["kl_by_window"]) == 4 and len(row["kl"]) == 3 for row in record["rows"])

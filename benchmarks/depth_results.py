@@ -60,7 +60,7 @@ def table(width: int, record: crosslayer.Comparison) -> list[str]:
     """Return the rows of a width, the fastest in tokens first; a variant at another rate follows at the end."""
     (configuration,) = record.configurations
     base = [run.final_loss for run in record.runs_of(configuration.label, "vanilla")]
-    rate = next(variant.learning_rate for variant in record.variants if variant.label == "vanilla")
+    rate = next(run.learning_rate for run in record.runs if run.variant == "vanilla")
     rows = [
         "| variant | learning rate | loss | × in tokens | × in FLOPs | × in seconds | a step's time |",
         "|" + "---|" * 7,
@@ -74,7 +74,7 @@ def table(width: int, record: crosslayer.Comparison) -> list[str]:
 
 def outcome_rows(record: crosslayer.Comparison) -> list[str]:
     """Return a row for each variant of a record but the baseline, the fastest in tokens first."""
-    rates = {variant.label: variant.learning_rate for variant in record.variants}
+    rates = {run.variant: run.learning_rate for run in record.runs}
     rows = []
     for outcome in sorted(record.outcomes, key=lambda one: -one.speedup.tokens.value if one.speedup else 0):
         found = outcome.speedup

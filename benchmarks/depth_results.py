@@ -2,9 +2,10 @@
 
     python benchmarks/depth_results.py     # prints the tables, writes docs/figures/depth_speedup.svg
 
-One record for each width (docs/evidence/depth_connections/WIDTH), as `crosslayer compare --step-rounds` wrote it. A
-record in WIDTH/other_rates has variants at another learning rate than the rule gave, of which the page shows a row. The
-pairs of question 3 stand in docs/LOG.md; their differences are paired by seed, with Holm's correction over all of them.
+One record for each width (docs/evidence/depth_connections/WIDTH), as `crosslayer compare --step-rounds` wrote it. If
+WIDTH/other_rates has a record, its variants were trained at another learning rate than the one chosen by the rule; the
+table shows them in rows of their own. The pairs of question 3 stand in docs/LOG.md; their differences are paired by
+seed, with Holm's correction over all of them.
 """
 
 from pathlib import Path

@@ -65,8 +65,7 @@ def checked_plan(model: PreTrainedModel, eviction: Eviction | None, bits: KvBits
         if eviction is not None and states.mask != "no attention" and states.keys == 0:
             raise ValueError(f"{name}: layer {layer} has {states.mask}; eviction needs softmax attention")
     if eviction is not None:
-        groups = [group for group in sharing_groups(plan) if wiring.layers[group[0]].window is None]
-        eviction.check_layers(plan.layers, groups)
+        eviction.check_layers(plan.layers, evicting_groups(wiring))
     if bits is not None:
         bits.check_count(plan.layers, f"KV bits {bits.text!r}")
         unlimited = [layer for layer, states in enumerate(wiring.layers) if states.window is None]
@@ -90,6 +89,11 @@ def stored_kinds(wiring: ModelPlan, bits: KvBits | None) -> list[str | None]:
         bits.at(layer) if bits is not None and wiring.plan.stored(layer) and states.window is None else None
         for layer, states in enumerate(wiring.layers)
     ]
+
+
+def evicting_groups(wiring: ModelPlan) -> list[list[int]]:
+    """Return the groups of layers from which tokens are evicted: those without a window, which is kept as it is."""
+    return [group for group in sharing_groups(wiring.plan) if wiring.layers[group[0]].window is None]
 
 
 def sharing_groups(plan: DepthPlan) -> list[list[int]]:
@@ -222,8 +226,7 @@ class _Run:
         # under an eviction all tokens are rounded, and nothing is subtracted, since positions are not known
         self.recent = bits.recent if bits is not None and eviction is None else 0
         self.offsets = key_offsets(model) if bits is not None and eviction is None else {}
-        # a window is kept as it is: only the other layers evict
-        groups = [group for group in sharing_groups(wiring.plan) if wiring.layers[group[0]].window is None]
+        groups = evicting_groups(wiring)
         self.group_of = {layer: number for number, group in enumerate(groups) for layer in group}
         kinds = stored_kinds(wiring, bits)
         # of each layer the types of the keys and of the values that it reads: those of their sources

@@ -198,8 +198,7 @@ class Chunks:
         sums = torch.zeros_like(size).index_add_(0, of, weight)
         # pages: where each begins, from the sizes of those before it
         first_page = pages.cumsum(0) - pages
-        in_chunk = torch.arange(len(chunk), device=words.device) - first_page[chunk]  # number of a page there
-        length = bits(words, 8 * (sizes[chunk] + 2 * in_chunk), 16)
+        length = bits(words, 8 * (sizes[chunk] + 2 * within(chunk, pages)), 16)
         before = length.cumsum(0) - length
         begin = (sizes + 2 * pages)[chunk] + before - before[first_page][chunk]
         filled = sizes + 2 * pages + torch.zeros_like(size).index_add_(0, chunk, length)
@@ -243,8 +242,12 @@ def bits(words: Tensor, at: Tensor, count: Tensor | int) -> Tensor:
 def owners(counts: Tensor, total: int) -> tuple[Tensor, Tensor]:
     """Return of each of `total` items its owner, who has `counts` of them, and its number among the owner's."""
     owner = torch.repeat_interleave(counts, output_size=total)
-    first = counts.cumsum(0) - counts  # item of each owner
-    return owner, torch.arange(total, device=owner.device) - first[owner]
+    return owner, within(owner, counts)
+
+
+def within(owner: Tensor, counts: Tensor) -> Tensor:
+    """Return the number of each item among its owner's; items are sorted by owner."""
+    return torch.arange(len(owner), device=owner.device) - (counts.cumsum(0) - counts)[owner]
 
 
 def one_after_another(pieces: Sequence[bytes | memoryview], device: torch.device) -> tuple[Tensor, np.ndarray]:

@@ -58,7 +58,7 @@ EMBEDDED = {
 
 
 def described(name: str) -> str:
-    """Return a model's name, of an embedded one with what it is: some have weights of 4 bits."""
+    """Return a model's name; of an embedded model also its name on the hub, and whether its weights have 4 bits."""
     if name not in EMBEDDED:
         return name
     bits = "" if EMBEDDED[name].sha256 is None else ", weights of 4 bits"  # those are GGUF files

@@ -137,7 +137,7 @@ def _curve(
         high=None if edges is None else tuple(edges[1].tolist()),
     )
     # A variant that was never ahead cannot be overtaken: its curve crosses 0 by noise. It is ahead where the band is
-    # below 0 over a whole window; below three pairs there is no band.
+    # below 0 over a whole window. Fewer than three pairs have no band.
     high, stretch = curve.high or (), max(SHORTEST, window)
     if not any(max(high[start : start + stretch]) < 0 for start in range(len(high) - stretch + 1)):
         return curve, None

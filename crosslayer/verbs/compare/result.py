@@ -184,7 +184,7 @@ class Outcome(Frozen):
         """Whether the baseline overtook the variant: every pair has a critical point, and the curve ends above 0."""
         if self.critical is None or self.critical.step is None or self.curve is None:
             return False
-        # The band decides, over the last window; below three pairs there is none.
+        # Overtaken if the band lies above 0 over the last window; fewer than three pairs have no band.
         low, stretch = self.curve.low, max(SHORTEST, self.curve.window)
         return low is not None and min(low[-stretch:]) > 0
 

@@ -28,6 +28,11 @@ class RemainingLayer:
     attention: Literal["own", "compensation"] | None
     mlp: bool
 
+    @property
+    def whole(self) -> bool:
+        """Whether no sublayer is dropped."""
+        return self.attention == "own" and self.mlp
+
 
 def remaining_layers(config: CrossLayerConfig) -> list[RemainingLayer]:
     """Return the layers with a remaining sublayer, in order; for a config with no `unsupported` feature."""

@@ -106,7 +106,7 @@ def write(
 
 def architecture(layers: list[RemainingLayer]) -> str:
     """Return llama.cpp's name of the architecture."""
-    return "llama" if all(layer.attention == "own" and layer.mlp for layer in layers) else "deci"
+    return "llama" if all(layer.whole for layer in layers) else "deci"
 
 
 def _add_shape(writer: gguf.GGUFWriter, config: CrossLayerConfig, layers: list[RemainingLayer]) -> None:

@@ -161,7 +161,7 @@ def _write(
 
 def no_stock_class(config: CrossLayerConfig) -> str | None:
     """Return why no stock class can hold the remaining layers of a model, None if one can."""
-    partial = [layer.number for layer in remaining_layers(config) if layer.attention != "own" or not layer.mlp]
+    partial = [layer.number for layer in remaining_layers(config) if not layer.whole]
     if partial:
         return (
             f"layers {ranges(partial)} lack attention or MLP ({culprits(config, partial)}), which every layer of a "

@@ -79,7 +79,7 @@ def usage_line(message: str, flags: Mapping[str, Collection[str]], typed: Sequen
     if verbs := [verb for verb, names in flags.items() if name in names]:
         return f"No such option: {name}; it is an option of {listed(verbs)}"
     if "serve" in typed:
-        return f"No such option: {name}; options of vLLM itself go behind --: crosslayer serve MODEL -- {name} …"
+        return f"No such option: {name}; options of vLLM itself go after --: crosslayer serve MODEL -- {name} …"
     if near is None:
         return line
     # typer's are in the order of the alphabet

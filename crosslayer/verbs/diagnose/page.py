@@ -301,8 +301,8 @@ def _map_panels(record: Diagnosis) -> list[Panel]:
     whole, rest = neighbors.map_similarity, neighbors.map_similarity_without_first
     if whole is not None and rest is not None:
         sentence += (
-            f" The mean cosine over the upper half is {whole:.2f}, and {rest:.2f} without the first token: "
-            "what a common sink at that token adds."
+            f" The mean cosine over the upper half is {whole:.2f}, and {rest:.2f} without the first token. A "
+            "sink that all layers share makes the first larger."
         )
     drawn, options = [from_one(line) for line in lines], FROM_ONE | {"bounds": SHARE, "wide": True}
     adjacent = Panel("adjacent_map_similarity", "Neighboring layers", sentence, LAYER, DISTANCE, drawn, **options)

@@ -28,9 +28,15 @@ ORDERLY = """
 """
 
 
+def hears_ctrl_c():
+    """A shell starts what runs in its background with SIGINT ignored, and processes inherit that."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 def started(program, seconds):
     words = [sys.executable, bounded.__file__, str(seconds), "-c", textwrap.dedent(program)]
-    process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    process = subprocess.Popen(words, text=True, preexec_fn=hears_ctrl_c, **pipes)
     return process, int(process.stdout.readline())
 
 
@@ -71,7 +77,7 @@ def test_a_server_and_its_processes_get_one_signal_each(tmp_path):
             time.sleep(0.05)
     """
     words = [sys.executable, bounded.__file__, "600", "-c", textwrap.dedent(server)]
-    process = subprocess.Popen(words, stdout=subprocess.PIPE, start_new_session=True)
+    process = subprocess.Popen(words, stdout=subprocess.PIPE, start_new_session=True, preexec_fn=hears_ctrl_c)
     for _ in range(2):
         process.stdout.readline()
     os.killpg(process.pid, signal.SIGINT)

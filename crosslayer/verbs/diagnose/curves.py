@@ -127,6 +127,14 @@ def measured_on(settings: TextSettings, over: str) -> str:
     return f"{text}{origin} · bands: 95% intervals ({bands}), clipped to possible values"
 
 
+def massive_in(record: Diagnosis) -> str:
+    """Return in which layers and channels the first token has massive activations."""
+    massive = record.verdict.massive
+    if massive is None:
+        return "none" if record.top_activations else UNKNOWN
+    return f"{ranges(massive.layers)} (channels {listed([str(channel) for channel in massive.channels])})"
+
+
 def beside(record: Diagnosis, baseline: Diagnosis) -> Table:
     """Return what both models show, a column each."""
     columns = []
@@ -141,6 +149,7 @@ def beside(record: Diagnosis, baseline: Diagnosis) -> Table:
                 "sink layers": ranges(sink.layers) or "none",
                 "attention on the first token, mean over layers": f"{mean_over_layers(measures.first_token_share):.1%}",
                 "attention on the first token, at most": f"{sink.strongest_share:.1%} (layer {sink.strongest})",
+                "massive activations of the first token": massive_in(model),
                 "hidden norm of the first token ÷ median, at most": f"{peak:.3g} (layer {peak_layer})",
                 "value norm of the first token ÷ median, at least": f"{drain:.2f} (layer {drain_layer})",
                 "map similarity of neighbors, upper half": UNKNOWN if similar is None else f"{similar:.2f}",

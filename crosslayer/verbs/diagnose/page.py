@@ -32,7 +32,7 @@ from crosslayer.verbs.diagnose.curves import (
 )
 from crosslayer.verbs.diagnose.depth_panels import depth_panels, output_panels, read_most
 from crosslayer.verbs.diagnose.result import Diagnosis
-from crosslayer.verbs.diagnose.verdict import SINK_SHARE, findings, notes, verdict_sentences
+from crosslayer.verbs.diagnose.verdict import MASSIVE, MASSIVE_RATIO, SINK_SHARE, findings, notes, verdict_sentences
 
 FIRST, *OTHERS = COLORS  # on the whole page the first color is that of the first token
 # Cosines near 1 differ in a figure only as distances from 1, on a logarithmic axis.
@@ -50,12 +50,13 @@ def layout(record: Diagnosis) -> Page:
     streams = f" · {model.streams} residual streams" if model.streams > 1 else ""
 
     sink, cache = record.verdict.sink, record.verdict.cache
-    layer, peak = highest(record.measures.hidden_norm_ratio)
+    tops = [largest[0] for largest in record.top_activations]
     note = f"of attention in layer {sink.strongest} is on the first token"
-    cards = [
-        ("Strongest sink", f"{sink.strongest_share:.0%}", note),
-        ("Largest activation", f"{peak:.3g}×", f"the median norm, at the input of layer {layer}"),
-    ]
+    cards = [("Strongest sink", f"{sink.strongest_share:.0%}", note)]
+    if tops:
+        channel, _, ratio = max(tops, key=lambda top: top[2])
+        note = f"the median magnitude, in channel {channel} of the first token"
+        cards.append(("Largest activation", f"{ratio:,.0f}×", note))
     if cache is not None and cache.least_attention:
         note = f"kept without attention in {len(cache.least_attention)} layers; loss not measured"
         cards.append(("KV cache", f"{cache.share_without:.0%}", note))
@@ -219,10 +220,10 @@ def _sink_panels(record: Diagnosis) -> list[Panel]:
     ratio, scale = "norm, first ÷ median of the others", {"log_y": True, "bounds": NORM}
     sentence = (
         f"Norm of the first token's hidden state at the input of each layer, over the median of the other tokens: at "
-        f"most {top:.3g}×, in layer {layer}. The layer before a jump writes a massive activation."
+        f"most {top:.3g}×, in layer {layer}."
     )
     lines = _with_streams(record, "hidden_norm_ratio", FIRST)
-    peak = by_layer("hidden_norm_ratio", "Massive activation of the first token", sentence, ratio, lines, **scale)
+    norms = by_layer("hidden_norm_ratio", "Norm of the first token's hidden state", sentence, ratio, lines, **scale)
     layer, low = lowest(measures.value_norm_ratio)
     sentence = (
         f"Norm of the first token's values over the median of the other tokens: at least {low:.2f}×, in layer {layer}. "
@@ -249,7 +250,27 @@ def _sink_panels(record: Diagnosis) -> list[Panel]:
     ]
     flatness = by_layer("mlp_l1_l2", "Flatness of the MLP's output", sentence, "L1 / L2", lines, bounds=(1, flat))
     heads = head_panel("first_token_by_head", measures.first_token_by_head, "the first token")
-    return [sink, heads, peak, drain, angle, flatness]
+    return [sink, heads, *_massive_panels(record), norms, drain, angle, flatness]
+
+
+def _massive_panels(record: Diagnosis) -> list[Panel]:
+    """Return the figure of the largest channel of hidden states; none for a record from before it was measured."""
+    if not record.top_activations:
+        return []
+    lines = [
+        Line(name, numbers(tops), [largest[0][2] for largest in tops], color=color)
+        for name, tops, color in (
+            ("first token", record.top_activations, FIRST),
+            ("largest of the others", record.top_activations_others, OTHERS[0]),
+        )
+    ]
+    sentence = (
+        "Largest channel of the hidden states at the input of each layer, over the median magnitude of all. Above "
+        f"{MASSIVE_RATIO:,.0f} (and a value above {MASSIVE:.0f}) it is a massive activation. The layer before a jump "
+        "writes it."
+    )
+    axis = "largest channel ÷ median"
+    return [by_layer("massive_activations", "Massive activations", sentence, axis, lines, log_y=True, bounds=NORM)]
 
 
 def _with_streams(record: Diagnosis, name: str, color: str) -> list[Line]:

@@ -171,7 +171,7 @@ class PositionTable(Frozen):
 
 
 class Sink(Frozen):
-    """Where the first token is an attention sink, and where its hidden states are huge or its values small."""
+    """Where the first token is an attention sink, and where its values are small."""
 
     layers: list[int] = Field(
         description="layers that give it more than SINK_SHARE of their attention, and over twice an even share"
@@ -179,8 +179,16 @@ class Sink(Frozen):
     strongest: int
     strongest_share: float
     over_even: float = Field(description="share of the strongest layer over that of even attention")
-    peaks: list[int] = Field(description="layers at whose input its hidden state has a huge norm")
     drains: list[int] = Field(description="layers where its values have a small norm")
+
+
+class Massive(Frozen):
+    """Massive activations: channels of a hidden state above 100, and above 1,000 times the median magnitude."""
+
+    layers: list[int] = Field(description="layers at whose input there is one")
+    channels: list[int] = Field(description="of all these layers, most frequent first")
+    value: float = Field(description="the largest")
+    ratio: float = Field(description="the largest over the median magnitude of its layer's hidden states")
 
 
 class RankedLayer(Frozen):
@@ -249,6 +257,8 @@ class Verdict(Frozen):
     redundancy: Redundancy
     neighbors: Neighbors
     cache: CacheCandidates | None
+    massive: Massive | None = Field(default=None, description="massive activations of the first token")
+    massive_others: Massive | None = Field(default=None, description="those of other tokens")
 
 
 class Diagnosis(Result):
@@ -277,6 +287,14 @@ class Diagnosis(Result):
     top_tokens: list[list[TopToken]]
     top_channels: list[list[tuple[int, float, float]]] = Field(
         description="largest channels of the MLP's output at token 0, by layer: index, value, magnitude over the median"
+    )
+    top_activations: list[list[tuple[int, float, float]]] = Field(
+        default=[],
+        description="largest channels of token 0's hidden state at the input of a layer: index, value, magnitude over "
+        "the median of the layer's hidden states",
+    )
+    top_activations_others: list[list[tuple[int, float, float]]] = Field(
+        default=[], description="the same of the other tokens, each channel at the token where it is largest"
     )
     position_table: PositionTable | None
     verdict: Verdict

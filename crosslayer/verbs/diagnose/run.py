@@ -245,6 +245,8 @@ def _diagnosis(
             for name in norms[0]
         }
         outputs = Outputs(**_averages(norms, over), slopes=slopes)
+    largest = np.stack([sequence.activations for sequence in measured])  # (N, L, 2, 2, C)
+    activations, others = top_channels(largest[:, :, 0]), top_channels(largest[:, :, 1])
     known = [shape for shape in shapes if shape is not None]
     facts = DiagnosedModel(
         **dict(inputs.facts),
@@ -273,8 +275,10 @@ def _diagnosis(
         prefix_share=measure(shares[..., : len(prefix)], over) if prefix else None,
         top_tokens=top_tokens(shares, inputs.ids.cpu().numpy(), inputs.tokenizer),
         top_channels=top_channels(np.stack([sequence.channels for sequence in measured])),
+        top_activations=activations,
+        top_activations_others=others,
         position_table=position_table(inputs.model),
-        verdict=verdict(measures, shapes, inputs.settings.length),
+        verdict=verdict(measures, shapes, inputs.settings.length, activations, others),
         seconds=time.perf_counter() - started,
     )
 

@@ -109,6 +109,7 @@ class SequenceMeasures:
     hidden_norms: np.ndarray  # L2 norm of each token's hidden state, mean of the streams, at a layer's input, (L, T)
     last: np.ndarray  # the last token's attention to each, (L, T)
     channels: np.ndarray  # of the MLP's output at token 0: values, and magnitudes over their median, (L, 2, C)
+    activations: np.ndarray  # the same of the hidden states, at token 0 and the largest of the others, (L, 2, 2, C)
     shapes: list[LayerShape | None]  # of each layer's attention; None if it has none
     over_depth: bool  # whether layers read by attention over depth
     depth: DepthMixing  # what sublayers take from earlier ones
@@ -148,6 +149,7 @@ def measure_sequence(model: PreTrainedModel, ids: Tensor, cross_layer: bool = Fa
         hidden_norms=spread(recorder.hidden_norms, layers),
         last=spread(recorder.last, layers),
         channels=spread(recorder.channels, layers),
+        activations=spread(recorder.activations, layers),
         shapes=shapes,
         over_depth=recorder.over_depth,
         depth=depth,
@@ -214,6 +216,7 @@ class _Recorder:
         self.value_norms: ByLayer = {}
         self.hidden_norms: ByLayer = {}
         self.channels: ByLayer = {}
+        self.activations: ByLayer = {}
         self.over_depth = False
         self.of_pairs: dict[str, Tensor] = {}  # by name, of those layers that have attention, (L, L)
         self.shares: ByLayer = {}  # a', (T,)
@@ -251,6 +254,7 @@ class _Recorder:
         self.over_depth = self.over_depth or stream.over_depth
         before, after, around = stream.before, stream.after, stream.around_attention
         self.hidden_norms[stream.layer] = m.hidden_norms(before)  # (T,)
+        self.activations[stream.layer] = m.activation_ratios(before)  # (2, 2, C)
         means = None if around is None else (mean_stream(around[0]), mean_stream(around[1]))
         for name, measure in _measure_stream(before, after, means).items():
             self.by_layer[name][stream.layer] = measure

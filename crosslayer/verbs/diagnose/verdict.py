@@ -3,6 +3,7 @@
 The layers named here are candidates, each chosen by a measure; only a retrofit shows what changing them costs.
 """
 
+from collections import Counter
 from collections.abc import Sequence
 
 import numpy as np
@@ -16,6 +17,7 @@ from crosslayer.verbs.diagnose.result import (
     CacheCandidates,
     DiagnosedModel,
     KeptShare,
+    Massive,
     Measures,
     Neighbors,
     RankedLayer,
@@ -29,19 +31,24 @@ from crosslayer.verbs.diagnose.result import (
 # Of a layer's attention: more on the first token makes it an attention sink. The threshold of a head's sink rate (Gu et
 # al. 2024), here of the mean over heads.
 SINK_SHARE = 0.3
-# Hidden norm of token 0 over the median: above this it is a massive activation. SmolLM2's first token has up to 170.
-PEAK = 100.0
+# A massive activation is a value above 100, and above 1,000 times the median magnitude of the layer's hidden states
+# (Sun et al. 2024). Norms miss it: a channel of Gemma 3's first token has 8,400 times the median, its norm 12 times.
+MASSIVE, MASSIVE_RATIO = 100.0, 1000.0
 # Value norm of token 0 over the median: below this it is a value drain.
 DRAIN = 0.5
 
 Shapes = Sequence[LayerShape | None]
+# (channel, value, magnitude over the median) of the largest channels, by layer
+Activations = Sequence[Sequence[tuple[int, float, float]]]
 SHOWN = 4  # layers of a ranking that a sentence names
 
 
-def verdict(measures: Measures, shapes: Shapes, length: int) -> Verdict:
-    """Return the verdict on layers of these shapes, measured on sequences of `length` tokens."""
-    share = measures.first_token_share.array()  # (L,), as the three below
-    hidden = measures.hidden_norm_ratio.array()
+def verdict(measures: Measures, shapes: Shapes, length: int, activations: Activations, others: Activations) -> Verdict:
+    """Return the verdict on layers of these shapes, measured on sequences of `length` tokens.
+
+    `activations` are the largest channels of token 0's hidden states, and `others` those of the other tokens, by layer.
+    """
+    share = measures.first_token_share.array()  # (L,), as the two below
     value = measures.value_norm_ratio.array()
     even = np.array([np.nan if shape is None else shape.even_share(length) for shape in shapes])
     # twice an even share, since this is itself above `SINK_SHARE` in texts of fewer than about ten tokens
@@ -52,7 +59,6 @@ def verdict(measures: Measures, shapes: Shapes, length: int) -> Verdict:
         strongest=strongest,
         strongest_share=float(share[strongest]),
         over_even=float(share[strongest] / even[strongest]),
-        peaks=np.flatnonzero(hidden > PEAK).tolist(),
         drains=np.flatnonzero(value < DRAIN).tolist(),
     )
 
@@ -70,7 +76,31 @@ def verdict(measures: Measures, shapes: Shapes, length: int) -> Verdict:
     )
     keeps_cache = all(shape is None or shape.causal for shape in shapes)
     cache = _cache(measures, redundancy, shapes, length) if keeps_cache else None
-    return Verdict(sink=sink, redundancy=redundancy, neighbors=neighbors, cache=cache)
+    return Verdict(
+        sink=sink,
+        redundancy=redundancy,
+        neighbors=neighbors,
+        cache=cache,
+        massive=massive(activations),
+        massive_others=massive(others),
+    )
+
+
+def massive(activations: Activations) -> Massive | None:
+    """Return the massive activations among the largest channels of each layer; None if there is none."""
+    layers: list[int] = []
+    channels: Counter[int] = Counter()
+    strongest, value = 0.0, 0.0
+    for layer, largest in enumerate(activations):
+        for channel, height, ratio in largest:
+            if abs(height) > MASSIVE and ratio > MASSIVE_RATIO:
+                layers.append(layer)
+                channels[channel] += 1
+                strongest, value = max(strongest, ratio), max(value, height, key=abs)
+    if not layers:
+        return None
+    ordered = [channel for channel, _ in channels.most_common()]
+    return Massive(layers=sorted(set(layers)), channels=ordered, value=value, ratio=strongest)
 
 
 def map_statistics(similarity: Measure) -> Statistics | None:
@@ -153,11 +183,16 @@ def findings(verdict: Verdict) -> Table:
     whole, rest = verdict.neighbors.map_similarity, verdict.neighbors.map_similarity_without_first
     share = f"more than {SINK_SHARE:.0%} of attention; at most {sink.strongest_share:.1%} (layer {sink.strongest})"
     rows = [["attention sink at the first token", ranges(sink.layers) or "none", share]]
-    if sink.peaks:
-        origin = f"layer {sink.peaks[0] - 1} writes it" if sink.peaks[0] else "the embedding has it"
-        rows.append(["its massive activation", ranges(sink.peaks), f"norm above {PEAK:.0f}× the median; {origin}"])
+    for whose, peak in (("the first token", verdict.massive), ("other tokens", verdict.massive_others)):
+        if peak is not None:
+            origin = f"layer {peak.layers[0] - 1} writes it" if peak.layers[0] else "the embedding has it"
+            named = f"channel{'s' * (len(peak.channels) > 1)} {', '.join(map(str, peak.channels[:SHOWN]))}"
+            size = f"at most {peak.value:,.0f}, {peak.ratio:,.0f}× the median magnitude"
+            rows.append([f"massive activation of {whose}", ranges(peak.layers), f"{named}: {size}; {origin}"])
     if sink.drains:
-        rows.append(["its value drain", ranges(sink.drains), f"norm of values below {DRAIN}× the median"])
+        rows.append(
+            ["value drain of the first token", ranges(sink.drains), f"norm of values below {DRAIN}× the median"]
+        )
     if least:
         cosines = ", ".join(f"{entry.similarity:.3f}" for entry in least)
         names = ", ".join(str(entry.layer) for entry in least)

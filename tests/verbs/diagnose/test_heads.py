@@ -96,6 +96,24 @@ def test_the_largest_channels_by_loops(family):
             assert ratio == pytest.approx(ratios[channel], rel=1e-4)
 
 
+def test_the_largest_activations_by_loops():
+    model, ids = tiny("llama", "eager"), tokens(batch=1, length=19)
+    states = model(ids, output_hidden_states=True).hidden_states
+    diagnosis = crosslayer.diagnose(model, ids)
+    for layer in range(len(model.model.layers)):
+        hidden = states[layer][0].tolist()
+        sizes = sorted(abs(value) for token in hidden for value in token)
+        median = sizes[(len(sizes) - 1) // 2]
+        whose = ((diagnosis.top_activations, hidden[:1]), (diagnosis.top_activations_others, hidden[1:]))
+        for tops, among in whose:
+            largest = [max((token[channel] for token in among), key=abs) for channel in range(len(hidden[0]))]
+            order = sorted(range(len(largest)), key=lambda channel: -abs(largest[channel]))[:5]
+            assert [channel for channel, _, _ in tops[layer]] == order
+            for channel, value, ratio in tops[layer]:
+                assert value == pytest.approx(largest[channel], rel=1e-5)
+                assert ratio == pytest.approx(abs(largest[channel]) / median, rel=1e-5)
+
+
 def test_a_model_without_a_separate_mlp_has_no_channels():
     diagnosis = crosslayer.diagnose(tiny("gpt_neox", dtype=torch.float32), tokens())
     assert [bool(tops) for tops in diagnosis.top_channels] == np.isfinite(diagnosis.mlp_l1_l2).tolist()

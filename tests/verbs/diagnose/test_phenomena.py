@@ -26,6 +26,9 @@ def test_smollm2_shows_its_sink():
     assert by_depth.groups == [[18, 19, 20, 21], [22, 23, 24, 25], [26, 27, 28, 29]]
     assert {entry.method: entry.share for entry in by_depth.kept}["uniattn"] == pytest.approx(0.85)
     assert diagnosis.verdict.sink.layers[0] == 12
+    massive = diagnosis.verdict.massive
+    assert massive.layers == list(range(12, 29)) and massive.channels[0] == 507 and massive.value > 20000
+    assert "massive_activations" in {panel.key for panel in diagnosis.layout().panels}
 
 
 def test_minilm_shows_cls_and_the_outliers_of_its_position_table():

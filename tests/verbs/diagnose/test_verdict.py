@@ -11,8 +11,8 @@ from crosslayer.core.methods import merge_plans, method_class, method_names
 from crosslayer.output.formatting import counted, named_layers, ranges
 from crosslayer.probe.shapes import LayerShape, may_share, paper_groups, similar_groups
 from crosslayer.stats.bootstrap import measure
-from crosslayer.verbs.diagnose.result import Measures, Sink
-from crosslayer.verbs.diagnose.verdict import findings, map_statistics, verdict, verdict_sentences
+from crosslayer.verbs.diagnose.result import Massive, Measures, Sink
+from crosslayer.verbs.diagnose.verdict import findings, map_statistics, massive, verdict, verdict_sentences
 from tests.helpers.tiny import tiny, tokens
 
 FULL = LayerShape(9, 3, 64, 64, causal=True)
@@ -57,7 +57,7 @@ def test_paper_groups_of_30_32_and_42_layers():
 
 @pytest.mark.parametrize(("layers", "uniattn", "cla"), [(30, 0.85, 0.70), (32, 0.8125, 0.625)])
 def test_shares_are_the_papers(layers, uniattn, cla):
-    cache = verdict(measures(layers), [FULL] * layers, 512).cache
+    cache = verdict(measures(layers), [FULL] * layers, 512, [], []).cache
     kept = {entry.method: entry.share for entry in cache.by_depth.kept}
     assert kept["uniattn"] == pytest.approx(uniattn) and kept["cla"] == pytest.approx(cla)
     assert cache.share_without == pytest.approx(cla)  # as many layers
@@ -66,7 +66,7 @@ def test_shares_are_the_papers(layers, uniattn, cla):
 def test_every_method_that_saves_by_sharing_is_counted_as_its_own_plan_says():
     layers = 30
     sharing = [cls for cls in map(method_class, method_names()) if cls.saves and cls.grouped]
-    superblocks = verdict(measures(layers), [FULL] * layers, 512).cache.by_depth
+    superblocks = verdict(measures(layers), [FULL] * layers, 512, [], []).cache.by_depth
     assert [entry.title for entry in superblocks.kept] == [cls.__name__ for cls in sharing]
     assert len(superblocks.kept) >= 2
     for cls, entry in zip(sharing, superblocks.kept, strict=True):
@@ -137,7 +137,7 @@ def rows(verdict) -> dict[str, list[str]]:
 
 def test_the_findings_name_the_groups_of_both_rules_and_what_they_keep():
     blocks = np.kron(np.eye(8), np.ones((2, 2)))
-    candidates = verdict(measures(16, blocks), [FULL] * 16, 512)
+    candidates = verdict(measures(16, blocks), [FULL] * 16, 512, [], [])
     by_depth, by_similarity = (
         rows(candidates)[f"layers that could share, by {rule}"] for rule in ("depth", "similar maps")
     )
@@ -147,36 +147,44 @@ def test_the_findings_name_the_groups_of_both_rules_and_what_they_keep():
     shapes = [SLIDING] * 4 + [FULL] * 4  # as many readers, of smaller layers
     blocks = np.kron(np.eye(2), np.array([[1.0, 0.9], [0.9, 1.0]]).repeat(2, 0).repeat(2, 1))
     blocks[4:, 4:] = np.eye(4)
-    candidates = verdict(measures(8, blocks), shapes, 512)
+    candidates = verdict(measures(8, blocks), shapes, 512, [], [])
     groups, kept = rows(candidates)["layers that could share, by similar maps"]
     assert groups == "[0-3]" and f"{100 * candidates.cache.by_similarity.kept[0].share:.3g}%" in kept
 
 
 def sink(**changes):
     """A sink that is none, with changes."""
-    plain = {"layers": [], "strongest": 3, "strongest_share": 0.12, "over_even": 1.24, "peaks": [], "drains": []}
+    plain = {"layers": [], "strongest": 3, "strongest_share": 0.12, "over_even": 1.24, "drains": []}
     return Sink(**{**plain, **changes})
 
 
 def test_a_sink_of_no_one_and_several_layers():
-    whole = verdict(measures(8), [FULL] * 8, 512)
+    whole = verdict(measures(8), [FULL] * 8, 512, [], [])
 
     def shown(**changes):
         changed = whole.model_copy(update={"sink": sink(**changes)})
         return verdict_sentences(changed)[0], rows(changed)
 
-    none, one, several = shown(), shown(layers=[3]), shown(layers=[1, 2, 3, 5], peaks=[0], drains=[7])
+    none, one, several = shown(), shown(layers=[3]), shown(layers=[1, 2, 3, 5], drains=[7])
     assert "not an attention sink" in none[0] and "12.0%" in none[0] and "1.2× an even" in none[0]
-    assert "layer 3" in one[0] and "layers 1-3" in several[0] and len(several[1]) == len(none[1]) + 2
-    layers, origin = several[1]["its massive activation"]
-    assert layers == "0" and "embedding" in origin  # no layer comes before layer 0
-    assert several[1]["its value drain"][0] == "7"
-    layers, origin = shown(peaks=[12, 13])[1]["its massive activation"]
-    assert layers == "12-13" and "layer 11" in origin
+    assert "layer 3" in one[0] and "layers 1-3" in several[0] and len(several[1]) == len(none[1]) + 1
+    assert several[1]["value drain of the first token"][0] == "7"
+
+
+def test_a_massive_activation_is_both_large_and_far_above_the_median():
+    large, small, close = (7, -150.0, 1500.0), (7, 80.0, 1500.0), (9, 5000.0, 900.0)
+    assert massive([[], [small, close]]) is None
+    found = massive([[small], [large, (9, 120.0, 1100.0)], [(7, 130.0, 2000.0)], []])
+    assert found == Massive(layers=[1, 2], channels=[7, 9], value=-150.0, ratio=2000.0)
+    table = rows(verdict(measures(3), [FULL] * 3, 512, [[], [large], [large]], [[large], [], []]))
+    layers, text = table["massive activation of the first token"]
+    assert layers == "1-2" and "channel 7: " in text and "-150, 1,500×" in text and "layer 0 " in text
+    layers, text = table["massive activation of other tokens"]
+    assert layers == "0" and "embedding" in text  # no layer comes before layer 0
 
 
 def test_redundancy_of_no_one_and_several_layers():
-    shapes, whole = [FULL] * 8, verdict(measures(8), [FULL] * 8, 512)
+    shapes, whole = [FULL] * 8, verdict(measures(8), [FULL] * 8, 512, [], [])
     ranked = whole.redundancy.attention
 
     def shown(attention, least):
@@ -190,7 +198,7 @@ def test_redundancy_of_no_one_and_several_layers():
     assert shown(ranked[:1], [0])[1][name] == ["0", "cos(x, x + Attn(x)) = 0.500"]
     text, found = shown(ranked[:2], [0, 1])
     assert found[name][0] == "0, 1" and "two layers" in text and "keep 87.5%" in text
-    assert rows(verdict(measures(2), shapes[:2], 512))["layers that could share, by depth"][0] == "none"
+    assert rows(verdict(measures(2), shapes[:2], 512, [], []))["layers that could share, by depth"][0] == "none"
 
 
 def test_statistics_of_neighboring_maps_by_hand():

@@ -22,6 +22,7 @@ from pathlib import Path
 import numpy as np
 
 WAYS = ("prefill", "codec", "raw", "tier")
+QUIET = 4  # seconds without a change: the thread that encodes 2,048 tokens writes its first block after one or two
 
 
 def transfer(way: str, source: str, folder: str, store: str, dtype: str, length: int) -> dict | None:
@@ -151,11 +152,13 @@ def ask(engine: subprocess.Popen, prompt: list[int]) -> dict:
 
 def settled(engine: subprocess.Popen) -> int:
     """Wait until nothing more is written, by a thread of the store after the first token; return the bytes stored."""
-    before = -1
-    while (now := ask(engine, [3, 4])["bytes"]) != before:
+    before, quiet = -1, 0
+    while quiet < QUIET:
+        now = ask(engine, [3, 4])["bytes"]
+        quiet = quiet + 1 if now == before else 0
         before = now
         time.sleep(1)
-    return now
+    return before
 
 
 def main() -> None:

@@ -1,6 +1,7 @@
 """What makes vLLM use a prompt store, and what is refused before it starts; no vLLM is needed."""
 
 import json
+import os
 
 import pytest
 from safetensors.torch import load_file, save_file
@@ -102,7 +103,13 @@ def test_the_server_is_started_with_the_store(vllm, paths, monkeypatch):  # noqa
     started = []
     monkeypatch.setattr("crosslayer.verbs.serve.run.os.execv", lambda program, words: started.extend(words))
     monkeypatch.setattr(engine, "check_port", lambda host, port: None)
+    monkeypatch.setenv("VLLM_CPU_NUM_OF_RESERVED_CPU", "")  # so that what `serve` sets is taken back after the test
+    monkeypatch.delenv("VLLM_CPU_NUM_OF_RESERVED_CPU")
     run(monkeypatch, "serve", model, "--prompt-store", store, "--codec", codec, "--", "--max-num-seqs", "4")
     at = started.index("--kv-transfer-config")
     assert json.loads(started[at + 1])["kv_connector"] == prompts.CONNECTOR
     assert started[at - 2 : at] == ["--max-num-seqs", "4"]
+    assert os.environ["VLLM_CPU_NUM_OF_RESERVED_CPU"] == "1"  # computes on as many cores as without a store
+    monkeypatch.setenv("VLLM_CPU_NUM_OF_RESERVED_CPU", "0")
+    run(monkeypatch, "serve", model, "--prompt-store", store, "--codec", codec)
+    assert os.environ["VLLM_CPU_NUM_OF_RESERVED_CPU"] == "0"  # whoever sets it has the last word

@@ -66,7 +66,7 @@ def test_diagnose_writes_a_whole_folder(monkeypatch, tmp_path, capsys):
     page = (out / "report.html").read_text()
     assert "http://" not in page.split("<script>")[0] and "src=" not in page.split("<script>")[0]
     svgs = {path.stem for path in (out / "figures").iterdir()}
-    assert {"map_similarity", "hidden_norms_by_position", "position_table"} <= svgs and len(svgs) == 22
+    assert {"map_similarity", "hidden_norms_by_position", "position_table"} <= svgs and len(svgs) == 23
     assert [p.name for p in tmp_path.iterdir()] == ["results"]
 
     assert run(monkeypatch, "diagnose", "minilm", "--out", out) == 2

@@ -13,7 +13,8 @@ from crosslayer.core.methods.attnres import AttnRes
 from crosslayer.core.sources import Sources
 from crosslayer.testing.tiny import build, config_of
 from tests.core.methods.naive import attend, check, project
-from tests.core.methods.test_attnres import QUICK, Loops, agree, readers
+from tests.core.methods.test_attnres import QUICK, Loops
+from tests.core.methods.test_listed_form import agree, readers
 from tests.core.methods.test_two_phase import always, never, reads
 from tests.helpers.tiny import tokens
 
@@ -119,7 +120,7 @@ def test_gradients_of_normed_values_equal_the_listed_form():
     def definition(sources, direction, eps):
         return listed(sources, direction, eps, normed=True)
 
-    with mock.patch("tests.core.methods.test_attnres.listed", definition):  # by which `readers` keeps no source
+    with mock.patch("tests.core.methods.test_listed_form.listed", definition):  # by which `readers` keeps no source
         expected, others = readers(definition)
     loss, leaves = readers(normed_read)
     assert abs(loss - expected) < 1e-12 * abs(expected)

@@ -12,7 +12,7 @@ from torch.nn import functional
 
 # Instead of 0 ÷ 0, a vector of zeros is at right angles to every other. Far below the norm of any state.
 SMALLEST_NORM = 1e-12
-MEDIAN_TOKENS = 64  # at least, of which the median of a layer's hidden states is taken
+MEDIAN_TOKENS = 64  # the median of a layer's hidden states is that of at least so many tokens
 
 
 def working(x: Tensor) -> Tensor:
@@ -117,11 +117,11 @@ def channel_ratios(update: Tensor) -> Tensor:
 def activation_ratios(hidden: Tensor) -> Tensor:
     """Return values and their magnitudes over the median, of token 0 and of the largest others, (T, C) → (2, 2, C).
 
-    The others are each channel's largest |x| after token 0; the median is that of all |x| (Sun et al. 2402.17762).
+    The others are each channel's largest |x| after token 0; the median is that of |x| (Sun et al. 2402.17762).
     """
     hidden = working(hidden)
     sizes = hidden.abs()
-    # The median of all tokens would take a fifth of a layer's time; that of 64 or more differs from it by about 1%.
+    # The median of all 512 × 576 values of a layer takes 6 ms on a CPU core; evenly spaced tokens are enough.
     median = sizes[:: max(1, len(sizes) // MEDIAN_TOKENS)].median()
     others = hidden[1:].gather(0, sizes[1:].argmax(dim=0, keepdim=True))  # (1, C)
     values = torch.cat([hidden[:1], others])  # (2, C)

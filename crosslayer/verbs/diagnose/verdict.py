@@ -87,7 +87,7 @@ def verdict(measures: Measures, shapes: Shapes, length: int, activations: Activa
 
 
 def massive(activations: Activations) -> Massive | None:
-    """Return the massive activations among the largest channels of each layer; None if there is none."""
+    """Return which of each layer's largest channels are massive activations; None if no channel is."""
     layers: list[int] = []
     channels: Counter[int] = Counter()
     strongest, value = 0.0, 0.0

@@ -17,7 +17,7 @@ from tests.helpers.tiny import tokens
 
 
 def readers(form, seed=0, dtype=torch.float64):
-    """Seven readers, each of which but the last makes the next source; return the loss and its leaves."""
+    """Read seven times; each read but the last makes the next source. Return the loss and its leaves."""
     generator = torch.Generator().manual_seed(seed)
 
     def draw(*shape):
@@ -178,7 +178,7 @@ def lengths(sources):
 
 
 def test_sources_lie_one_behind_another():
-    """In one operand, and none is overwritten: a second continuation of the first four lies elsewhere."""
+    """Sources share one tensor. Two continuations of the first four do not overwrite each other."""
     values = leaves(6)
     sources = kept(values)
     assert lengths(sources) == [6] and len(sources.bank.values) == 6

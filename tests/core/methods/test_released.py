@@ -120,7 +120,7 @@ def test_gradients_of_normed_values_equal_the_listed_form():
     def definition(sources, direction, eps):
         return listed(sources, direction, eps, normed=True)
 
-    with mock.patch("tests.core.methods.test_listed_form.listed", definition):  # by which `readers` keeps no source
+    with mock.patch("tests.core.methods.test_listed_form.listed", definition):  # so `readers` keeps no source
         expected, others = readers(definition)
     loss, leaves = readers(normed_read)
     assert abs(loss - expected) < 1e-12 * abs(expected)

@@ -20,7 +20,7 @@ RECIPES = sorted(path for path in (ROOT / "crosslayer" / "recipes").glob("*.yaml
 
 
 def parts(part: type[BaseModel], prefix: str = "") -> list[list[str]]:
-    """The rows of the page: each key with its default and what it holds, and the keys of the parts in it."""
+    """Return a row of the page for each key: its name, its default and its description."""
     rows = []
     for name, field in part.model_fields.items():
         kinds = (field.annotation, *typing.get_args(field.annotation))

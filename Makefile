@@ -40,7 +40,7 @@ style: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/codespell $(PROSE)
 	$(BIN)/python styles/check.py $(PROSE)
-	$(BIN)/pyright
+	$(BIN)/pyrefly check --summary=none --python-interpreter-path $(BIN)/python
 
 test: $(STAMP) browser
 	$(MAKE) --no-print-directory --jobs 2 style tests

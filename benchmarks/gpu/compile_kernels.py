@@ -1,4 +1,3 @@
-# pyright: basic, reportMissingImports=false
 """Registers, spills, shared memory and compile times of all kernels, compiled ahead of time for several GPUs.
 
     python benchmarks/gpu/compile_kernels.py [--sources 64] [--json FILE]

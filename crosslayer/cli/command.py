@@ -87,9 +87,9 @@ def command_of(verb: Verb) -> Callable[..., None]:
     for option, info in declared:
         # another type, such as a path, is text: the verb itself checks it
         kind: Any = TYPES.get(option.kind, str)
-        default = inspect.Parameter.empty if option.default is REQUIRED else option.default
+        default: Any = inspect.Parameter.empty if option.default is REQUIRED else option.default
         if option.has_commas:
-            default = ",".join(map(str, option.default))
+            default = ",".join(map(str, option.default))  # type: ignore[bad-argument-type]
         elif option.is_list:
             kind, default = list[str], default or None
         annotation = Annotated[kind if default is not None else kind | None, info]

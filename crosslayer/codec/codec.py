@@ -290,7 +290,7 @@ def load_codec(
             sources = tuple(fact.pop("sources"))
             if not classes.equal(classes.sort().values) or not all(0 <= source < index for source in sources):
                 raise ValueError("the codec's layers are damaged; fit it again")
-            shape = CodedLayer(**{**fact, "angles": tuple(fact["angles"])})
+            shape = CodedLayer(angles=tuple(fact.pop("angles")), **fact)
             width, channels = shape.width, len(classes)
             predict = sum(layers[source].shape.width for source in sources), width
             expected = [(width,), predict, (width, channels), (channels, width), (channels,)]

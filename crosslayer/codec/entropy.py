@@ -216,6 +216,6 @@ def _numbers(data: bytes, sizes: Sequence[int]) -> np.ndarray:
 
 def _library() -> Any:
     check_extra("store", "a codec", "pcodec")
-    import pcodec.wrapped  # type: ignore[import-not-found]
+    import pcodec.wrapped
 
     return pcodec

@@ -46,7 +46,7 @@ class Files:
 
     def __init__(self, url: str | Path):
         check_extra("store", "a prompt store", "fsspec", "pcodec")
-        import fsspec  # type: ignore[import-not-found]
+        import fsspec
 
         self.url = str(url)
         try:

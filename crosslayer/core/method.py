@@ -352,5 +352,5 @@ class Compensated(Method):
 def options_of(method: Method | type[Method]) -> list[dataclasses.Field]:
     """Return the options of a method: its own in their order, then those of W_c."""
     of_compensation = {option.name for option in dataclasses.fields(Compensated)}
-    fields = dataclasses.fields(method)  # pyright: ignore[reportArgumentType]
+    fields = dataclasses.fields(method)  # type: ignore[bad-argument-type]  # every subclass is a dataclass
     return sorted(fields, key=lambda option: option.name in of_compensation)

@@ -184,4 +184,4 @@ def _convert(folder: Path) -> None:
             folder, gguf_file=GGUF, dtype=torch.float32, quantization_config=GgufConfig(dequantize=True)
         )
         model.save_pretrained(folder)
-        tokenizer.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)  # type: ignore[missing-attribute]

@@ -82,10 +82,10 @@ def _line_layers(panel: Panel) -> list[dict[str, Any]]:
     if panel.y_range is not None:
         y["scale"] |= {"domain": [*panel.y_range]}
     legend = {"title": None, "orient": "bottom", "columns": 2} if len(lines) > 1 else None
-    color = {"field": "line", "type": "nominal", "legend": legend}
-    color["scale"] = {"domain": names, "range": [line.color for line in lines]}
-    dash = {"field": "line", "type": "nominal", "legend": legend}
-    dash["scale"] = {"domain": names, "range": [[2, 3] if line.dashed else [1, 0] for line in lines]}
+    colors = {"domain": names, "range": [line.color for line in lines]}
+    color = {"field": "line", "type": "nominal", "legend": legend, "scale": colors}
+    dashes = {"domain": names, "range": [[2, 3] if line.dashed else [1, 0] for line in lines]}
+    dash = {"field": "line", "type": "nominal", "legend": legend, "scale": dashes}
     encoding = {"x": {"field": "at" if panel.bars else "x", **x}, "y": {"field": "y", **y}, "color": color}
     interval = {**encoding, "y": {"field": "low", **y}, "y2": {"field": "high"}}
     marks: list[tuple[dict[str, Any], dict[str, Any]]] = []
@@ -174,15 +174,15 @@ def _heat_layers(panel: Panel, heat: Heat) -> list[dict[str, Any]]:
     y["scale"] |= {"domain": [min(heat.y) - 0.5, max(heat.y) + 0.5], "padding": 0}
     scale = {"scheme": "viridis", "domain": [*heat.limits], "clamp": True}
     color = {"field": "z", "type": "quantitative", "scale": scale, "legend": {"title": heat.label}}
-    encoding = {"x": {"field": "x", **x}, "x2": {"field": "x2"}, "y": {"field": "y", **y}, "y2": {"field": "y2"}}
-    # the stroke hides seams between cells
-    encoding |= {"color": color, "stroke": color}
-    encoding["tooltip"] = [
+    encoding: dict[str, Any] = {"x": {"field": "x", **x}, "x2": {"field": "x2"}, "y": {"field": "y", **y}}
+    tooltip = [
         {"field": "column", "title": panel.x_title},
         {"field": "row", "title": panel.y_title},
         {"field": "z", "title": heat.label, "type": "quantitative", "format": ".3~f"},
     ]
     source = {"data": {"values": rows}, "transform": cells}
+    # the stroke hides seams between cells
+    encoding |= {"y2": {"field": "y2"}, "color": color, "stroke": color, "tooltip": tooltip}
     layers = [{**source, "mark": {"type": "rect", "strokeWidth": 0.6}, "encoding": encoding}]
     if heat.written:
         # viridis is dark below its middle, and light above
@@ -211,8 +211,8 @@ def _dot_layers(panel: Panel, dots: Dots) -> list[dict[str, Any]]:
         names.append("\n".join(lines))
     labels = json.dumps(names, ensure_ascii=False)
     # rows by number, not by name: names may be equal, and Vega would draw their values in one row
-    y = {"field": "row", "type": "nominal", "scale": {"domain": [*range(len(dots.names))]}}
-    y["axis"] = {"title": None, "grid": True, "labelExpr": f"{labels}[datum.value]"}
+    axis = {"title": None, "grid": True, "labelExpr": f"{labels}[datum.value]"}
+    y = {"field": "row", "type": "nominal", "scale": {"domain": [*range(len(dots.names))]}, "axis": axis}
     at = {"x": {"field": "x", **x}, "y": y}
     interval = {"x": {"field": "low", **x}, "x2": {"field": "high"}, "y": y}
     tooltip = [{"field": "name", "title": "name"}, {"field": "value", "title": panel.x_title}]

@@ -89,7 +89,7 @@ class AttentionCall:
     def causal(self) -> bool:
         """Whether a missing mask means causal: transformers' own rule."""
         of_call = self.options.get("is_causal")
-        return getattr(self.module, "is_causal", True) if of_call is None else of_call
+        return bool(getattr(self.module, "is_causal", True) if of_call is None else of_call)
 
 
 Handler = Callable[[AttentionCall], AttentionCall]

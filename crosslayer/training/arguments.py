@@ -95,7 +95,7 @@ def training_arguments(
     `schedule` holds steps and learning rate from `SchedulePart.schedule_arguments`, `train` any other field of
     `TrainingArguments`. The seed is for dropout; weights and data order have been drawn before.
     """
-    fixed = {
+    fixed: dict[str, Any] = {
         "output_dir": str(folder),
         "seed": seed,
         "data_seed": seed,
@@ -107,7 +107,8 @@ def training_arguments(
         "disable_tqdm": True,  # the command shows its own progress
     }
     accelerated = torch.accelerator.is_available()
-    chosen = {**DEFAULTS, "dataloader_pin_memory": accelerated, "use_cpu": not accelerated, **(train or {})}
+    defaults: dict[str, Any] = DEFAULTS | {"dataloader_pin_memory": accelerated, "use_cpu": not accelerated}
+    chosen = defaults | dict(train or {})
     # on CPUs bfloat16 is slower than float32 (1.6 to 1.9 times where it was measured); GPUs may only emulate it
     excluded = chosen["use_cpu"] or chosen.get("fp16", False) or not torch.cuda.is_available()
     chosen.setdefault("bf16", not excluded and torch.cuda.is_bf16_supported(including_emulation=False))
@@ -172,7 +173,7 @@ def _not_reentrant(options: dict[str, Any] | None) -> dict[str, Any] | None:
 # the type of each key that a recipe can set, by its current name, whatever the version of transformers
 _NEW_NAMES = {old: name for name, old in OLD_ARGUMENTS.items()}
 _HINTS = get_type_hints(TrainingArguments)
-_FIELDS = {
+_FIELDS: dict[str, Any] = {
     _NEW_NAMES.get(field.name, field.name): _HINTS[field.name] for field in dataclasses.fields(TrainingArguments)
 }
 TYPES: dict[str, Any] = {

@@ -52,7 +52,7 @@ def trained_model(model: PreTrainedModel, length: int) -> TrainedModel:
             flops[count] = counter.get_total_flops() / count
     growth = (flops[longer] - flops[shorter]) / (longer - shorter)
     methods = model.config.cross_layer if isinstance(model.config, CrossLayerConfig) else []
-    return TrainedModel(  # pyright: ignore[reportCallIssue]
+    return TrainedModel(
         class_=type(model).__name__,
         methods=json.loads(json.dumps(methods)),  # tuples become lists, as in a record that is read again
         layers=model.config.get_text_config().num_hidden_layers,

@@ -32,7 +32,8 @@ ELSEWHERE = {  # keys of a config that a shape cannot set, and what to do instea
 POSITIVE = (*NEEDED, "num_key_value_heads", "head_dim", "max_position_embeddings")
 # layers; a typo must not build a model for hours
 DEEPEST = 4096
-CONFIG = {**LlamaConfig.__annotations__, **CrossLayerConfig.__annotations__, "rope_parameters": dict[str, Any] | None}
+CONFIG: dict[str, Any] = LlamaConfig.__annotations__ | CrossLayerConfig.__annotations__
+CONFIG |= {"rope_parameters": dict[str, Any] | None}
 SHAPE: dict[str, Any] = {
     **{key: kind for key, kind in CONFIG.items() if key not in ELSEWHERE},
     **{key: Annotated[CONFIG[key], Field(ge=1)] for key in POSITIVE},

@@ -232,10 +232,10 @@ class _Core(yaml.SafeLoader):
         event = self.peek_event()
         if isinstance(event, yaml.AliasEvent):
             problem = f"alias *{event.anchor} is not allowed; write the value out, or use extends"
-            raise yaml.MarkedYAMLError(problem=problem, problem_mark=event.start_mark)
+            raise yaml.MarkedYAMLError(problem=problem, problem_mark=event.start_mark)  # type: ignore[bad-argument-type]
         if event.tag is not None:
             problem = f"tag {event.tag} is not allowed; remove it"
-            raise yaml.MarkedYAMLError(problem=problem, problem_mark=event.start_mark)
+            raise yaml.MarkedYAMLError(problem=problem, problem_mark=event.start_mark)  # type: ignore[bad-argument-type]
         return super().compose_node(parent, index)
 
     def construct_mapping(self, node, deep=False):

@@ -49,14 +49,14 @@ class FixedRows(Dataset[dict[str, Tensor]]):
     def __len__(self) -> int:
         return self.shards.tokens // self.length
 
-    def __getitem__(self, item: int) -> dict[str, Tensor]:
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
         """Return a window for training a causal model, each entry (T,) int64.
 
         `position_ids` restart at 0 with every document, which makes transformers keep attention within documents (only
         with `use_cache=False`). `labels` are the ids, since models shift them themselves, but -100 at the first token
         of each document, which is not predicted from the document before.
         """
-        first, length = item * self.length, self.length
+        first, length = index * self.length, self.length
         input_ids = torch.from_numpy(self.shards.read(first, length))  # (T,)
         starts = torch.from_numpy(self.shards.starts(first, length))  # (documents that begin in it,)
         labels = input_ids.clone()
@@ -103,9 +103,9 @@ class ExampleRows(Dataset[dict[str, Tensor]]):
     def __len__(self) -> int:
         return len(self.rows)
 
-    def __getitem__(self, item: int) -> dict[str, Tensor]:
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
         """Return a row: `input_ids`, `position_ids` and `labels`, each (T,) int64; positions restart per example."""
-        first, last = self.rows[item]
+        first, last = self.rows[index]
         borders = self.borders[2 * first : 2 * last + 1]  # prompt, response, prompt, …, end
         count = int(borders[-1] - borders[0])
         inside = (borders - borders[0]).tolist()
@@ -146,9 +146,9 @@ class Mixture(Dataset[dict[str, Tensor]]):
     def __len__(self) -> int:
         return self.items
 
-    def __getitem__(self, item: int) -> dict[str, Tensor]:
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
         """Return a row: `input_ids`, `position_ids` and `labels`, each (T,) int64."""
-        name, window = self.window(item)
+        name, window = self.window(index)
         return self.rows[name][window]
 
     def window(self, item: int) -> tuple[str, int]:

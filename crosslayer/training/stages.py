@@ -107,7 +107,7 @@ def run_stage(
             state = trainer.state
             run = StageRun(
                 parameters=part.parameters,
-                trained=sum(parameter.numel() for parameter in trained.parameters() if parameter.requires_grad),
+                trained=sum(parameter.numel() for parameter in trained.parameters() if parameter.requires_grad),  # type: ignore[bad-argument-type]
                 steps=state.global_step,
                 planned=state.max_steps,
                 tokens=state.num_input_tokens_seen,

@@ -239,7 +239,7 @@ class CrossLayerTrainer(Trainer):
             metrics = super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
             # with a dataset, this is a call by Trainer for a single domain
             if eval_dataset is None and self._probe is not None:
-                self.log(self._probe(self.accelerator.unwrap_model(self.model)))
+                self.log(self._probe(self.accelerator.unwrap_model(self.model)))  # type: ignore[bad-argument-type]
         return metrics
 
     @contextlib.contextmanager

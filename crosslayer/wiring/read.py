@@ -70,6 +70,7 @@ def model_plan(
 
     dtype = str(dtype or wiring["dtype"]).removeprefix("torch.")
     engine = engine or ("llama.cpp" if isinstance(config, GgufConfig) and name not in EMBEDDED else "transformers")
+    wiring |= {"dtype": dtype, "caches": wiring["caches"] and takes_cache}
     sizes = item_sizes(dtype, kv_dtype, engine)
     if engine == "transformers":
         wiring["layers"] = as_in_transformers(config, wiring["layers"])
@@ -77,7 +78,7 @@ def model_plan(
     if engine == "llama.cpp" and weights_bytes is not None:
         parameters = None
     return ModelPlan(
-        **{**wiring, "caches": wiring["caches"] and takes_cache, "dtype": dtype},
+        **wiring,
         model=folder_name(name) or wiring["type"],
         kv_dtype=kv_dtype or dtype,
         engine=engine,

@@ -232,7 +232,7 @@ class ModelPlan(Shown):
             tables.append((title, ["tokens", *COLUMNS], rows))
         if self.caches and self.shared:
             length = self.length
-            methods = [(name, plan and plan.sizes_at(length), needed) for name, plan, needed in self.shared]
+            methods = [(name, plan.sizes_at(length) if plan else None, needed) for name, plan, needed in self.shared]
             tables.append(methods_table(length, methods))
         return tables
 
@@ -283,7 +283,7 @@ class ModelPlan(Shown):
 
     def headline(self) -> dict[str, Any]:
         """Return the numbers of the JSON line that the command prints last."""
-        figures = {
+        figures: dict[str, Any] = {
             "model": self.model,
             "type": self.type,
             "layers": len(self.layers),

@@ -59,7 +59,7 @@ def run(variant="vanilla", seed=0, loss=3.0, gap=0.0, **changes):
                       fingerprint=changes.get("fingerprint", "f"))
         for name, share in DOMAINS.items()
     ]  # fmt: skip
-    return TrainingRun(  # pyright: ignore[reportCallIssue]
+    return TrainingRun(
         name=recipe["name"],
         seed=seed,
         recipe=recipe,

@@ -41,8 +41,9 @@ def config_of(values: Mapping[str, Any]) -> CrossLayerConfig:
     shared = {name: values[name] for name in SHARED if name in values}
     # the name `attention_bias` is there that of W_o's bias alone
     biases = {"attention_bias": values["qkv_bias"], "attention_output_bias": values["attention_bias"]}
+    rest: dict[str, Any] = {"mlp_bias": values["mlp_bias"], "dtype": values.get("dtype")}
     return CrossLayerConfig(
-        **{**shared, **biases, "mlp_bias": values["mlp_bias"], "dtype": values.get("dtype")},
+        **(shared | biases | rest),
         cross_layer=[to_entry(method) for method in methods],
         architectures=["CrossLayerForCausalLM"],
     )

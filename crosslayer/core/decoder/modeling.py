@@ -63,7 +63,7 @@ class CrossLayerPreTrainedModel(NewPreTrainedModel):
     """The common base class of the body and the language model."""
 
     config_class = CrossLayerConfig
-    config: CrossLayerConfig
+    config: CrossLayerConfig  # type: ignore[bad-override-mutable-attribute]
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
     _no_split_modules = ["CrossLayerDecoderLayer"]
@@ -253,7 +253,8 @@ class CrossLayerForCausalLM(CrossLayerPreTrainedModel, GenerationMixin):
     def __init__(self, config: CrossLayerConfig):
         super().__init__(config)
         self.model = CrossLayerModel(config)
-        self.vocab_size, self.softcap = config.vocab_size, config.final_logit_softcapping
+        self.vocab_size = config.vocab_size  # type: ignore[bad-override-mutable-attribute]
+        self.softcap = config.final_logit_softcapping
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
 

@@ -69,11 +69,11 @@ def keep(source: Tensor, earlier: Sources, total: int) -> Sources:
     if uses_definition() or not (torch.is_grad_enabled() and source.requires_grad):
         return earlier.with_newest(source)
     if torch.compiler.is_compiling():
-        return earlier.with_newest(_as_source(source))
+        return earlier.with_newest(_as_source(source))  # type: ignore[not-callable]  # as the decorator is annotated
     bank, index = earlier.bank, len(earlier)
     # Checkpointing and offloading free sources one by one, which a bank would hold. A dispatch mode may bring tensors
     # without data, and what is computed again must not depend on whether a slot is free.
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)  # pyright: ignore[reportAttributeAccessIssue]
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)  # type: ignore[implicit-import]
     if source.device.type != "cpu" or hooks is not None or _get_current_dispatch_mode() is not None:
         bank = None
     elif bank is not None and index < bank.next:
@@ -121,7 +121,7 @@ class _Source(torch.autograd.Function):
     """The identity; its backward pass sums the gradient terms that readers recorded."""
 
     @staticmethod
-    def forward(ctx: Any, value: Tensor, bank: _Bank | None) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def forward(ctx: Any, value: Tensor, bank: _Bank | None) -> Tensor:
         ctx.set_materialize_grads(False)
         # of the backward pass that records terms: one that was interrupted leaves terms, which the next must not add
         ctx.task, ctx.terms = None, None
@@ -137,7 +137,7 @@ class _Source(torch.autograd.Function):
         return result
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, None]:  # type: ignore[bad-override]
         terms, ctx.terms = ctx.terms, None
         if terms is None or ctx.task != torch._C._current_graph_task_id():
             return grad, None
@@ -163,7 +163,7 @@ class _Read(torch.autograd.Function):
     """The weighted sum over N sources, scores and inverse RMS; its backward pass leaves terms with the sources."""
 
     @staticmethod
-    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
+    def forward(
         ctx: Any, eps: float, normed: bool, direction: Tensor, *sources: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         # the operator's own gradient is this function: its kernel is called, not this again
@@ -178,7 +178,7 @@ class _Read(torch.autograd.Function):
         return result, scores, inverse
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx: Any, grad: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:  # type: ignore[bad-override]
         if grad is None:
             return None, None, *[None] * (len(ctx.nodes) + 1)
         # read once, as checkpointing requires
@@ -189,14 +189,14 @@ class _Read(torch.autograd.Function):
         is_compiled = compiled_autograd is not None and compiled_autograd.in_compiled_autograd_region
         # terms in nodes serve one pass of numbers: not one that is differentiated itself, nor one of batched gradients
         if not is_compiled and (
-            torch.is_grad_enabled() or uses_definition() or torch._C._functorch.is_legacy_batchedtensor(grad)  # pyright: ignore[reportAttributeAccessIssue]
+            torch.is_grad_enabled() or uses_definition() or torch._C._functorch.is_legacy_batchedtensor(grad)
         ):
             return None, None, *gradients_of_definition((direction, *sources), ctx.eps, ctx.normed, grad, needed)
         shares, slopes, shrinks, toward = _OPERATORS.depth_attention_backward(
             grad, scores, inverse, sources, direction, ctx.normed
         )
         gradients: list[Tensor | None] = []
-        nodes = [None] * len(sources) if is_compiled else ctx.nodes
+        nodes: list[Any] = [None] * len(sources) if is_compiled else ctx.nodes
         for index, (source, node) in enumerate(zip(sources, nodes, strict=True)):
             term = _Term(grad, shares[index], slopes[index], shrinks[index], direction)
             if node is not None and torch._C._will_engine_execute_node(node):

@@ -1,4 +1,3 @@
-# pyright: basic, reportMissingImports=false, reportIndexIssue=false
 """Depth attention in three kernels: the weighted sum, what each reader's backward pass leaves, a source's gradient.
 
 Every kernel reads each large tensor once. Sources and gradients go in as a tuple of pointers, not stacked, each with

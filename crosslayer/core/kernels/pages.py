@@ -1,4 +1,3 @@
-# pyright: basic, reportMissingImports=false, reportIndexIssue=false
 """Pages of stored codes read by a GPU, a page a thread: pcodec's wrapped format, 16-bit numbers without deltas.
 
 A page begins with four states of its tANS coder. Its numbers come in batches of 256: of each the bin, then of each the

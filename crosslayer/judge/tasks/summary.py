@@ -99,7 +99,7 @@ def compare_groups(differences: Sequence[np.ndarray], weights: np.ndarray) -> Es
         value=value,
         low=max(-1.0, value - NORMAL * error),
         high=min(1.0, value + NORMAL * error),
-        n=sum(map(len, differences)),
+        n=len(np.concatenate(differences)),
         over="items",
         how="Agresti-Min",
         p=float(2 * stats.norm.sf(abs(value) / error)),

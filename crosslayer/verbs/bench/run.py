@@ -217,7 +217,7 @@ def bench_vllm(candidate: Any, baseline: Any, settings: ServingSettings) -> Serv
     with ExitStack() as stack:
         stack.enter_context(vllm_environment())
         check_engine()
-        import vllm  # type: ignore[import-not-found]
+        import vllm
 
         # Both are checked before one of them is started.
         served: dict[str, Served] = {}
@@ -259,7 +259,7 @@ def bench_vllm(candidate: Any, baseline: Any, settings: ServingSettings) -> Serv
 
 def _started(served: Served, settings: ServingSettings, longest: int, stack: ExitStack) -> Any:
     """Start an engine with a model; it shuts down when the stack closes."""
-    from vllm import LLM  # type: ignore[import-not-found]
+    from vllm import LLM
 
     with starting(served):
         engine = LLM(
@@ -280,7 +280,7 @@ def _started(served: Served, settings: ServingSettings, longest: int, stack: Exi
 
 def _throughput(engines: dict[str, Any], served: dict[str, Served], settings: ServingSettings) -> list[Row]:
     """Return a row for each configuration; after a warm-up, candidate and baseline run alternately."""
-    from vllm import SamplingParams  # type: ignore[import-not-found]
+    from vllm import SamplingParams
 
     vocabulary = min(model.config.get_text_config().vocab_size for model in served.values())
     generator = torch.Generator().manual_seed(settings.seed)

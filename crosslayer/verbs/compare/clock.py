@@ -50,7 +50,7 @@ def _step(entry: NamedRun, device: str) -> Step:
     """Return a function that runs a training step of a run's model, and returns its seconds."""
     config, recipe = CrossLayerConfig.from_pretrained(entry.folder / "model"), entry.run.recipe
     model = CrossLayerForCausalLM(config).train()
-    model.to(torch.device(device))  # pyright: ignore[reportArgumentType]  # transformers wraps it
+    model.to(torch.device(device))  # type: ignore[bad-argument-type]  # transformers wraps it
     # This rate moves the weights as little as it can: random tokens might blow them up.
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-9)
     shape = (recipe["train"].get("per_device_train_batch_size", 8), recipe["data"]["length"])

@@ -268,7 +268,7 @@ class Comparison(Result):
         """Return the baseline, and for each variant and configuration the difference, its interval and the verdict."""
         results = []
         for outcome in self.outcomes:
-            change = outcome.final and outcome.final.change
+            change = None if outcome.final is None else outcome.final.change
             results.append(
                 {
                     **({"configuration": outcome.configuration} if outcome.configuration else {}),

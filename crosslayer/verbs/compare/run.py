@@ -137,7 +137,7 @@ def _opened(folder: Path, resume: bool) -> State:
     if folder.is_file():
         raise ValueError(f"the folder {name!r} is a file; use another name")
     if not folder.exists() or not any(folder.iterdir()):
-        return State()  # pyright: ignore[reportCallIssue]
+        return State()
     if not resume:
         raise ValueError(f"the folder {name!r} exists; use another name, or `resume` to continue its runs")
     if not (folder / STATE).is_file():
@@ -227,7 +227,7 @@ def _comparison(
     one_of_each = {(entry.configuration.label, variant_of_run(entry.run).label): entry for entry in models_last}
     times = step_times(one_of_each, baseline, step_rounds) if step_rounds else {}
     lines, no_laws = laws(runs, baseline)
-    return Comparison(  # pyright: ignore[reportCallIssue]
+    return Comparison(
         name=name,
         baseline=baseline,
         smooth=smooth,

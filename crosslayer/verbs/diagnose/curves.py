@@ -28,7 +28,8 @@ def curve(measure: Measure, name: str = "", color: str | None = None, band: bool
 def by_layer(key: str, title: str, sentence: str, axis: str, lines: list[Line], **options: Any) -> Panel:
     """Return a figure of lines over layers, by default of cosines; lines without any point are dropped, except one."""
     drawn = [line for line in lines if any(height is not None for height in line.y)] or lines[:1]
-    return Panel(key, title, sentence, LAYER, axis, drawn, **{"bounds": COSINE, **options})
+    options.setdefault("bounds", COSINE)
+    return Panel(key, title, sentence, LAYER, axis, drawn, **options)
 
 
 def from_one(line: Line) -> Line:

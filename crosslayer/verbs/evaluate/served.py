@@ -7,9 +7,9 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-import vllm  # type: ignore[import-not-found]
+import vllm
 from transformers import AutoModelForCausalLM
-from vllm.platforms import current_platform  # type: ignore[import-not-found]
+from vllm.platforms import current_platform
 
 from crosslayer.models.load import model_facts
 from crosslayer.models.pair import Loadable

@@ -12,6 +12,7 @@ import copy
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 from huggingface_hub import save_torch_state_dict
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, PreTrainedModel
@@ -48,12 +49,12 @@ def stock_config(config: CrossLayerConfig) -> PreTrainedConfig:
     """Return the config of the first family that can hold the remaining layers of a model."""
     layers, types = remaining_layers(config), config.layer_types
     assert types is not None
-    changes = {
+    changes: dict[str, Any] = {
         "cross_layer": [],
         "num_hidden_layers": len(layers),
         "layer_types": [types[layer.number] for layer in layers],
     }
-    plain, reasons = CrossLayerConfig(**{**config.to_dict(), **changes}), []
+    plain, reasons = CrossLayerConfig(**(config.to_dict() | changes)), []
     for model_type in plain.components.model_types:
         try:
             return from_config(plain, model_type)

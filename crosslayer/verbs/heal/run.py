@@ -198,7 +198,7 @@ class _Job:
                     states=tuple(map(_state, healed[retrofit.name])),
                 )
             )
-        return Recovery(  # pyright: ignore[reportCallIssue]
+        return Recovery(
             name=self.recipe.name,
             original=public_name(self.original),
             recipe=self.recipe.model_dump(mode="json"),

@@ -36,8 +36,8 @@ def state_rows(candidate: str, states: Sequence[Losses], trained: Losses | None,
         closed = Bootstrap(after.documents, seed).closed(gap, left)
         if closed is not None:
             against = Against.ORIGINAL if trained is None else Against.TRAINED
-            facts = {"candidate": candidate, "scope": scope, "against": against, "better": "higher"}
-            rows.append(Row(quantity=CLOSED, unit="share", value=closed.value, change=closed, **facts))
+            place = {"candidate": candidate, "scope": scope, "against": against}
+            rows.append(Row(quantity=CLOSED, unit="share", value=closed.value, change=closed, better="higher", **place))
     return rows
 
 

@@ -14,7 +14,7 @@ Shapes: B batch, H heads, T new tokens, S keys, C hidden.
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 import torch
 from pydantic import BeforeValidator, ConfigDict, Field, FiniteFloat, TypeAdapter, ValidationError
@@ -95,8 +95,8 @@ class InAttention(Intervention):
 class Waiver(InAttention):
     """These positions attend only to themselves, in `layers` (Eq. 11 of arXiv 2407.01601)."""
 
-    positions: Positions
-    layers: Layers = "all"
+    positions: Positions  # type: ignore[bad-override]
+    layers: Layers = "all"  # type: ignore[bad-override]
     kind: Literal["waiver"] = "waiver"
 
     def enter(self, model: PreTrainedModel, running: Running, stack: ExitStack) -> None:
@@ -135,8 +135,8 @@ class Waiver(InAttention):
 class Forbid(InAttention):
     """No other token may attend to these positions, in `layers`: they cannot be sinks."""
 
-    positions: Positions
-    layers: Layers = "all"
+    positions: Positions  # type: ignore[bad-override]
+    layers: Layers = "all"  # type: ignore[bad-override]
     kind: Literal["forbid"] = "forbid"
 
     def changed(self, call: AttentionCall, running: Running) -> AttentionCall:
@@ -156,9 +156,9 @@ class Forbid(InAttention):
 class ScaleValues(InAttention):
     """The value states of these positions are multiplied by `factor`, in `layers`."""
 
-    positions: Positions
+    positions: Positions  # type: ignore[bad-override]
     factor: Annotated[FiniteFloat, BeforeValidator(_no_boolean)]
-    layers: Layers = "all"
+    layers: Layers = "all"  # type: ignore[bad-override]
     kind: Literal["scale_values"] = "scale_values"
 
     def changed(self, call: AttentionCall, running: Running) -> AttentionCall:
@@ -280,7 +280,7 @@ Entry = Annotated[Kind, Field(discriminator="kind")]  # an intervention as plain
 
 def load_intervention(entry: Mapping[str, Any]) -> Kind:
     """Build an intervention from plain data such as {"kind": "waiver", "positions": [255]}; inverse of `to_entry`."""
-    kinds = {cls.__dataclass_fields__["kind"].default: cls for cls in Kind.__args__}
+    kinds = {cls.kind: cls for cls in get_args(Kind)}
     kind = entry.get("kind")
     if not isinstance(kind, str) or kind not in kinds:
         raise ValueError(f"the kind of an intervention must be one of {', '.join(kinds)}, got {kind!r}")

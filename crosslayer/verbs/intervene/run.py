@@ -221,7 +221,7 @@ def _measure(inputs: Inputs, request: Request) -> Effect:
     )
     return Effect(
         model=IntervenedModel(**dict(inputs.facts), causal=before.causal),
-        settings=Settings(**{**dict(inputs.settings), "seed": request.seed}),
+        settings=Settings.model_validate({**dict(inputs.settings), "seed": request.seed}),
         interventions=list(interventions),
         positions=changes_at(roles, before, after, over_documents(inputs.settings.documents)),
         attention_by_position=received,

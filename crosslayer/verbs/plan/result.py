@@ -117,13 +117,14 @@ class PlanReport(Result):
         named.setdefault(tuple(size.full_bytes for size in self.curve), []).append(FULL)
         lines = []
         for sizes, names in named.items():
-            look = {"color": QUIET, "dashed": True} if names == [FULL] else {}
+            is_full = names == [FULL]
             if any(sizes):
-                lines.append(Line(", ".join(names), x, [size / MIB for size in sizes], **look))
+                y = [size / MIB for size in sizes]
+                lines.append(Line(", ".join(names), x, y, color=QUIET if is_full else None, dashed=is_full))
         sentence = f"What {self.settings.engine} allocates, and the 16-bit cache of all layers and tokens."
-        ticks = {length: f"{length // 1024}k" if length >= 1024 else str(length) for length in x}
-        scale = {"log_x": True, "log_y": True, "x_ticks": ticks}
-        return Panel("lengths", "Bytes over length", sentence, "tokens", "MiB", lines, **scale)
+        ticks = {float(length): f"{length // 1024}k" if length >= 1024 else str(length) for length in x}
+        title = "Bytes over length"
+        return Panel("lengths", title, sentence, "tokens", "MiB", lines, log_x=True, log_y=True, x_ticks=ticks)
 
 
 class Plan(ModelPlan):

@@ -179,7 +179,7 @@ def fit_for(original: CrossLayerForCausalLM, model: CrossLayerForCausalLM, fit: 
     The models share their weights' tensors. Of single layers "ridge" alone corrects what W_c does not replace, such as
     a dropped MLP.
     """
-    if fit not in (*LAYER_ONLY, None):
+    if fit is not None and fit not in LAYER_ONLY:
         return fit
     layers = fitted_layers(model, fit or "layerwise")
     targets = model.config.wiring.compensation
@@ -214,7 +214,7 @@ def why_no_refit(model: CrossLayerForCausalLM) -> str | None:
         return "no layer attends to another layer's states, so there is no W_o to refit; use layerwise"
     if model.config.components.post_norms:
         return POST_NORM_ERROR
-    targets = sorted(set(model.config.wiring.compensation) - {None, "attention"})  # pyright: ignore[reportArgumentType]
+    targets = sorted({target for target in model.config.wiring.compensation if target not in (None, "attention")})
     if targets:
         return f"refitting W_o needs target 'attention', got {targets[0]!r}"
     return None

@@ -24,8 +24,8 @@ class DeciLMConfig(LlamaConfig):
 
     model_type = "nemotron-nas"
 
-    def __setattr__(self, name: str, value: Any) -> None:
+    def __setattr__(self, key: str, value: Any) -> None:
         """Convert blocks so that their entries are attributes."""
-        if name == "block_configs":
+        if key == "block_configs":
             value = [Block({sublayer: Block(facts) for sublayer, facts in block.items()}) for block in value]
-        super().__setattr__(name, value)
+        super().__setattr__(key, value)

@@ -18,14 +18,14 @@ import numpy as np
 import torch
 from torch import Tensor
 from transformers import AutoConfig
-from vllm.distributed.kv_transfer.kv_connector.v1.base import (  # type: ignore[import-not-found]
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorMetadata,
     KVConnectorRole,
 )
-from vllm.model_executor.models.utils import extract_layer_index  # type: ignore[import-not-found]
-from vllm.v1.kv_cache_interface import FullAttentionSpec  # type: ignore[import-not-found]
-from vllm.v1.metrics.cache_hit_source import CacheHitSource  # type: ignore[import-not-found]
+from vllm.model_executor.models.utils import extract_layer_index
+from vllm.v1.kv_cache_interface import FullAttentionSpec
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from crosslayer.codec import format
 from crosslayer.codec.codec import load_codec

@@ -11,13 +11,13 @@ from typing import Any
 from torch import Tensor
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-from vllm.logger import init_logger  # type: ignore[import-not-found]
-from vllm.model_executor.layers.attention import Attention  # type: ignore[import-not-found]
-from vllm.model_executor.models.transformers import (  # type: ignore[import-not-found]
+from vllm.logger import init_logger
+from vllm.model_executor.layers.attention import Attention
+from vllm.model_executor.models.transformers import (
     VLLM_ATTN_ATTR,
     TransformersForCausalLM,
 )
-from vllm.model_executor.models.utils import maybe_prefix  # type: ignore[import-not-found]
+from vllm.model_executor.models.utils import maybe_prefix
 
 from crosslayer.core.decoder import CrossLayerModel
 from crosslayer.core.decoder.attention import CrossLayerAttention

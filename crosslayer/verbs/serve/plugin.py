@@ -22,7 +22,7 @@ def register() -> None:
     if error is not None:
         logger.error("%s: crosslayer models cannot be served", error)
         return
-    from vllm import ModelRegistry  # type: ignore[import-not-found]
+    from vllm import ModelRegistry
 
     import crosslayer.core.decoder.modeling  # noqa: F401  registers config and model with the Auto classes
     from crosslayer.core.methods import allow_methods
@@ -44,7 +44,7 @@ def register_decilm() -> None:
 def version_error() -> str | None:
     """Return why the installed vLLM cannot serve crosslayer models, None if it can."""
     try:
-        import vllm  # type: ignore[import-not-found]
+        import vllm
     except ImportError as error:
         return f"vLLM cannot be imported ({error})"
     if not vllm.__version__.startswith(VERSIONS):

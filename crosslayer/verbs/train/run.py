@@ -89,7 +89,7 @@ def train(
                 trainer.evaluate()
             trainer.save_model(str(target / "model"))
         history: list[dict[str, Any]] = trainer.state.log_history
-        result = TrainingRun(  # pyright: ignore[reportCallIssue]
+        result = TrainingRun(
             name=recipe.name,
             seed=recipe.seed,
             recipe=recipe.model_dump(mode="json"),
@@ -104,7 +104,7 @@ def train(
             seconds=training_seconds(history),
             peak_bytes=peak.bytes,
             matrix_flops=speed,
-            depth_mixing=depth_mixing_of(trainer.accelerator.unwrap_model(trainer.model), probed),
+            depth_mixing=depth_mixing_of(trainer.accelerator.unwrap_model(trainer.model), probed),  # type: ignore[bad-argument-type]
         )
         if trainer.is_world_process_zero():
             result.save_within(target)

@@ -61,7 +61,7 @@ class Family:
     norm: type[nn.Module] = LlamaRMSNorm
     gain_offset: float = 0.0
     post_norms: bool = False
-    mlp: Callable[[Config], nn.Module] = LlamaMLP  # pyright: ignore[reportAssignmentType]
+    mlp: Callable[[Config], nn.Module] = LlamaMLP
     mlp_split: Mapping[str, str] = field(default_factory=lambda: GATED_MLP)
     experts: bool = True
     embedding: type[nn.Embedding] = nn.Embedding

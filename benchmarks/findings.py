@@ -30,6 +30,7 @@ from crosslayer.wiring.kv_bits import KINDS
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS, FIGURES = ROOT / "benchmarks" / "results", ROOT / "docs" / "figures"
+EVIDENCE = ROOT / "docs" / "evidence"
 MAPS = RESULTS / "map_similarity.json"
 PAGE = ROOT / "docs" / "results" / "findings.md"
 SHAPE = {"num_hidden_layers": 30, "hidden_size": 576, "num_attention_heads": 9, "num_key_value_heads": 3}  # SmolLM2's
@@ -280,14 +281,22 @@ def similarity() -> Finding:
     (whole, below), (rest, rest_below) = (
         [np.mean([measured[key][number] for number in part]) for part in (half, low)] for key in LABELS.values()
     )
+    others, gain = [], None
+    for model in ("qwen", "gemma3"):
+        neighbors = crosslayer.load_result(EVIDENCE / "outputs" / model).verdict.neighbors
+        others.append(neighbors.statistics_without_first.top_less_bottom)
+    for row in crosslayer.load_result(EVIDENCE / "uniattn" / "layers").rows:
+        if (row.candidate, row.quantity, row.scope, row.against) == ("--layers auto", "KL", "all", "the first"):
+            gain = row.change
     return Finding(
         "Much of the similarity between attention maps comes from the common sink",
         f"In the upper half of the model, neighboring maps have a mean cosine of {whole:.2f}. Without the first token, "
         f"to which all of them attend, it is {rest:.2f}. In UniAttn's Table 11, the maps of upper layers are "
         f"more alike than those of lower layers. In SmolLM2, upper minus lower mean cosine is {whole - below:+.2f} "
-        f"with the first token and −{rest_below - rest:.2f} without it. In Qwen2.5-Coder-0.5B it is −0.05 without "
-        "it, in Gemma 3 270M still +0.03. Layers of SmolLM2 that are chosen without it cost UniAttn 0.050 nats per "
-        "token less than the upper half (0.024 to 0.077, before training).",
+        f"with the first token and −{rest_below - rest:.2f} without it. In Qwen2.5-Coder-0.5B it is −{-others[0]:.2f} "
+        f"without it, in Gemma 3 270M still {others[1]:+.2f}. Layers of SmolLM2 that are chosen without it cost UniAttn "
+        f"{-gain.value:.3f} nats per token less than the upper half ({-gain.high:.3f} to {-gain.low:.3f}, before "
+        "training).",
         panel.key,
         "crosslayer diagnose smollm2 --sequences 8 --length 512",
     )
@@ -386,9 +395,9 @@ def from_scratch() -> Finding:
     })  # fmt: skip
     save_svg(panel, FIGURES)
     clear = sum(row["difference"]["interval"][0] > 0 or row["difference"]["interval"][1] < 0 for row in rows)
-    compared = crosslayer.load_result(ROOT / "docs" / "evidence" / "methods")
+    compared = crosslayer.load_result(EVIDENCE / "methods")
     lower = sum(outcome.verdict == "lower" for outcome in compared.outcomes)
-    others = crosslayer.load_result(ROOT / "docs" / "evidence" / "depth_connections" / "64").outcomes
+    others = crosslayer.load_result(EVIDENCE / "depth_connections" / "64").outcomes
     alone = sum(outcome.verdict == "lower" for outcome in others)
     return Finding(
         "After a million tokens, losses differ between methods; task scores do not",

@@ -5,7 +5,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jinja2
 
@@ -67,9 +67,8 @@ def _templates() -> jinja2.Environment:
     # a NaN in a chart is an error here; Jinja's own setting sorts keys, but figures are drawn in the panels' order
     templates.policies["json.dumps_kwargs"] = {"allow_nan": False}
     # the page's legends are HTML, with the colors of the chart
-    known: dict[str, Any] = templates.globals
-    known |= {"colored_lines": colored_lines, "pairs": functools.partial(zip, strict=True)}
+    templates.globals |= {"colored_lines": colored_lines, "pairs": functools.partial(zip, strict=True)}  # type: ignore[bad-assignment]
     # the prefix keeps the address of a table apart from that of a figure with the same title
-    known["anchor"] = lambda title: "table-" + re.sub(r"\W+", "-", title.lower()).strip("-")
+    templates.globals["anchor"] = lambda title: "table-" + re.sub(r"\W+", "-", title.lower()).strip("-")  # type: ignore[unsupported-operation]
     templates.filters["signed"] = lambda number: f"{number:g}".replace("-", "−")
     return templates

@@ -121,7 +121,8 @@ def activation_ratios(hidden: Tensor) -> Tensor:
     """
     hidden = working(hidden)
     sizes = hidden.abs()
-    # The median of all 512 × 576 values of a layer takes 6 ms on a CPU core; evenly spaced tokens are enough.
+    # The median of all 512 × 576 values of a layer takes 6 ms on a CPU core. That of 64 evenly spaced tokens is 0.91 to
+    # 1.09 of it in the layers of SmolLM2, Qwen2.5-Coder-0.5B and Gemma 3 270M (three texts).
     median = sizes[:: max(1, len(sizes) // MEDIAN_TOKENS)].median()
     others = hidden[1:].gather(0, sizes[1:].argmax(dim=0, keepdim=True))  # (1, C)
     values = torch.cat([hidden[:1], others])  # (2, C)

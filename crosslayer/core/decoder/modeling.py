@@ -253,8 +253,7 @@ class CrossLayerForCausalLM(CrossLayerPreTrainedModel, GenerationMixin):
     def __init__(self, config: CrossLayerConfig):
         super().__init__(config)
         self.model = CrossLayerModel(config)
-        self.vocab_size = config.vocab_size  # type: ignore[bad-override-mutable-attribute]
-        self.softcap = config.final_logit_softcapping
+        self.vocab_size, self.softcap = config.vocab_size, config.final_logit_softcapping  # type: ignore[bad-override-mutable-attribute]
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
 

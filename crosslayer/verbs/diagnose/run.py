@@ -323,10 +323,13 @@ def top_tokens(shares: np.ndarray, ids: np.ndarray, tokenizer: PreTrainedTokeniz
 
 def top_channels(channels: np.ndarray) -> list[list[tuple[int, float, float]]]:
     """Return index, mean value and mean ratio of each layer's largest channels, from values and ratios (N, L, 2, C)."""
+    values, ratios = channels[:, :, 0], channels[:, :, 1].mean(axis=0)  # (N, L, C), (L, C)
+    # a channel's sign may differ between sequences, in which the token may be another: magnitudes are averaged
+    sizes = np.copysign(np.abs(values).mean(axis=0), values.mean(axis=0))  # (L, C)
     tops = []
-    for means in channels.mean(axis=0):  # NaN where a layer has no MLP
-        order = [] if np.isnan(means).any() else np.argsort(-means[1])[:SHOWN].tolist()
-        tops.append([(channel, float(means[0, channel]), float(means[1, channel])) for channel in order])
+    for size, ratio in zip(sizes, ratios, strict=True):  # NaN where a layer has no MLP
+        order = [] if np.isnan(ratio).any() else np.argsort(-ratio)[:SHOWN].tolist()
+        tops.append([(channel, float(size[channel]), float(ratio[channel])) for channel in order])
     return tops
 
 

@@ -294,9 +294,9 @@ def similarity() -> Finding:
         f"to which all of them attend, it is {rest:.2f}. In UniAttn's Table 11, the maps of upper layers are "
         f"more alike than those of lower layers. In SmolLM2, upper minus lower mean cosine is {whole - below:+.2f} "
         f"with the first token and −{rest_below - rest:.2f} without it. In Qwen2.5-Coder-0.5B it is −{-others[0]:.2f} "
-        f"without it, in Gemma 3 270M still {others[1]:+.2f}. Layers of SmolLM2 that are chosen without it cost UniAttn "
-        f"{-gain.value:.3f} nats per token less than the upper half ({-gain.high:.3f} to {-gain.low:.3f}, before "
-        "training).",
+        f"without it, in Gemma 3 270M still {others[1]:+.2f}. Layers of SmolLM2 that are chosen without it cost "
+        f"UniAttn {-gain.value:.3f} nats per token less than the upper half ({-gain.high:.3f} to {-gain.low:.3f}, "
+        "before training).",
         panel.key,
         "crosslayer diagnose smollm2 --sequences 8 --length 512",
     )

@@ -120,7 +120,7 @@ def test_methods_never_import_one_another():
 # Room to write a thing as it reads best; not a target. Effective speedups added 300, stored prompts 150, what diagnose
 # says of other sinks and of weights over depth 10, massive activations by channel 20.
 # lines that hold nothing but a comment count against no limit: whoever says why must not have to shorten the code
-LINES_IN_ALL = 41_730
+LINES_IN_ALL = 41_750
 LINES, BODY = 400, 60  # of a file; of a function, without signature and docstring, so that any option can be explained
 
 

@@ -13,6 +13,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from vllm.logger import init_logger
 from vllm.model_executor.layers.attention import Attention
+from vllm.model_executor.layers.linear import LinearBase
 from vllm.model_executor.models.transformers import (
     VLLM_ATTN_ATTR,
     TransformersForCausalLM,
@@ -76,6 +77,11 @@ class CrossLayerForCausalLM(TransformersForCausalLM):
         if reason is not None:
             raise ValueError(f"vLLM cannot serve this crosslayer model: {reason}")
         super().__init__(vllm_config=vllm_config, prefix=prefix)
+        # our decoder passes (1, T, C); vLLM's int8 kernel for CPUs with AMX takes only (T, C), as vLLM's models pass it
+        for module in self.modules() if self.quant_config is not None else ():
+            if isinstance(module, LinearBase):
+                module.register_forward_pre_hook(lambda _, inputs: (inputs[0].flatten(0, -2),))
+                module.register_forward_hook(lambda _, __, out: out[None])
         warning = not_saved(config)
         if warning is not None:
             logger.warning_once(warning)

@@ -1,10 +1,10 @@
-"""Times loading a stored prompt with two checkouts of the package, in turn.
+"""Times loading a stored prompt, and saving it, with two checkouts of the package, in turn.
 
     python benchmarks/loading.py OTHER smollm2=codec qwen=codec-qwen [--tokens 2048] [--rounds 15] [--out FILE]
 
 OTHER is the folder of another checkout (`git worktree add OTHER COMMIT`). Each checkout runs in a process of its own,
-saves the prompt into a store of its own, and loads it when it is told to: one after the other, each first in every
-second round. The ratio is this checkout's time over the other's.
+saves the prompt into a store of its own, and when it is told to loads it or saves it into a new store: one after the
+other, each first in every second round. The ratio is this checkout's time over the other's.
 """
 
 import argparse
@@ -16,7 +16,7 @@ import tempfile
 from pathlib import Path
 
 WORKER = """
-import sys, time
+import shutil, sys, time
 import torch
 torch.set_num_threads(int(sys.argv[4]))
 import crosslayer
@@ -27,14 +27,23 @@ parts = {"text": {"speeches": 1}}
 ids = split_domains(embedded_domains(["speeches"]), tokenizer, parts=parts, length=tokens + 1)["text"].ids
 store = crosslayer.PromptStore(sys.argv[5], codec)
 with torch.no_grad():
-    store.save(ids[:, :tokens], model(ids[:, :tokens], use_cache=True, logits_to_keep=1).past_key_values)
+    cache = model(ids[:, :tokens], use_cache=True, logits_to_keep=1).past_key_values
+store.save(ids[:, :tokens], cache)
 print("ready", crosslayer.__file__, flush=True)
-for _ in sys.stdin:
-    started = time.perf_counter()
-    stored = store.load(ids, model)[1]
-    print(time.perf_counter() - started, flush=True)
-    assert stored == tokens
+for line in sys.stdin:
+    if line.strip() == "load":
+        started = time.perf_counter()
+        assert store.load(ids, model)[1] == tokens
+        print(time.perf_counter() - started, flush=True)
+    else:
+        # a block that a store has is not coded again
+        new = crosslayer.PromptStore(sys.argv[5] + "-new", codec)
+        started = time.perf_counter()
+        new.save(ids[:, :tokens], cache)
+        print(time.perf_counter() - started, flush=True)
+        shutil.rmtree(sys.argv[5] + "-new")
 """
+WHAT = ("load", "save")
 
 
 def started(root: Path, name: str, codec: str, tokens: int, threads: int, folder: str) -> subprocess.Popen:
@@ -49,10 +58,10 @@ def started(root: Path, name: str, codec: str, tokens: int, threads: int, folder
     return process
 
 
-def load_seconds(process: subprocess.Popen) -> float:
-    """Let a process load its prompt once."""
+def seconds_of(process: subprocess.Popen, what: str) -> float:
+    """Let a process load or save its prompt once."""
     assert process.stdin is not None and process.stdout is not None
-    process.stdin.write("load\n")
+    process.stdin.write(f"{what}\n")
     process.stdin.flush()
     return float(process.stdout.readline())
 
@@ -77,17 +86,20 @@ def main() -> None:
             stores = [f"{folder}/{index}" for index in range(2)]
             facts = name, str(Path(codec).resolve()), given.tokens, given.threads
             both = [started(root, *facts, store) for root, store in zip(roots, stores, strict=True)]
-            times: list[list[float]] = [[], []]
+            times: dict[str, list[list[float]]] = {what: [[], []] for what in WHAT}
             for turn in range(given.rounds + 1):
-                for which in (0, 1) if turn % 2 else (1, 0):
-                    seconds = load_seconds(both[which])
-                    if turn:  # the first warms up
-                        times[which].append(seconds)
+                for what in WHAT:
+                    for which in (0, 1) if turn % 2 else (1, 0):
+                        seconds = seconds_of(both[which], what)
+                        if turn:  # the first warms up
+                            times[what][which].append(seconds)
             for process in both:
                 process.kill()
-        ratio = paired_ratio(*times)
-        rows.append({"model": name, "tokens": given.tokens, "seconds": times, "ratio": ratio.model_dump()})
-        print(name, given.tokens, "tokens:", ratio.text(3), "of", f"{sorted(times[1])[len(times[1]) // 2]:.3f} s")
+        for what, (ours, others) in times.items():
+            ratio = paired_ratio(ours, others)
+            row = {"model": name, "tokens": given.tokens, "what": what, "seconds": [ours, others]}
+            rows.append(row | {"ratio": ratio.model_dump()})
+            print(name, given.tokens, "tokens:", what, ratio.text(3), "of", f"{sorted(others)[len(others) // 2]:.3f} s")
     if given.out:
         record = {"rows": rows, "threads": given.threads, "environment": environment().model_dump()}
         given.out.write_text(json.dumps(record, indent=1) + "\n")

@@ -139,7 +139,9 @@ RUNNING = [page for page in PAGES if any(block.runs for block in blocks(page))]
 
 def test_every_method_has_its_equation():
     headings = re.findall(r"(?m)^### `(\w+)`\n\n```math\n", (DOCS / "methods" / "overview.md").read_text())
-    assert sorted(headings) == sorted(method_names())
+    assert sorted(headings) == sorted(method_names()), (
+        "docs/methods/overview.md needs a heading and an equation of each"
+    )
 
 
 @pytest.mark.parametrize("page", daily(RUNNING, *(page for page in RUNNING if page not in LONG)))

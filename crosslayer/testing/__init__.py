@@ -36,6 +36,7 @@ from crosslayer.testing.tiny import (
     ROUNDED,
     SHAPE,
     VOCABULARY,
+    Shared,
     build,
     close,
     config_of,
@@ -238,6 +239,23 @@ def wiring_matches_the_plan(config: CrossLayerConfig) -> None:
 
 
 @torch.no_grad()
+def combines_with_shared_states(config: CrossLayerConfig) -> None:
+    """Where another method shares states, readers have none of their own: the mixers get None and must return it."""
+    for states in (("values",), ("keys", "values"), ("queries", "keys")):
+        shared = Shared(states)
+        try:
+            together = config_of([*config.methods, shared], **{**SHAPE, "num_hidden_layers": config.num_hidden_layers})
+        except ValueError:
+            continue  # the config says that the two exclude one another
+        model, ids = build(together), tokens(length=6)
+        try:
+            full = model(ids, use_cache=False).logits
+        except (TypeError, AttributeError) as error:
+            raise AssertionError(f"layers that read {' and '.join(states)} of another layer: {error}") from error
+        close(steps(model, ids, [4, 1, 1])[0], full, f"cached, with shared {' and '.join(states)}")
+
+
+@torch.no_grad()
 def causal(config: CrossLayerConfig) -> None:
     """Changing a token changes its own logits and later ones (by more than 1e-6), but no earlier ones."""
     model, ids = build(config), tokens(length=10)
@@ -373,7 +391,12 @@ BY_OPTIONS: tuple[Check, ...] = (
     gradients_equal_under_checkpointing,
     save_and_load_are_bit_equal,
 )
-BY_METHOD: tuple[Check, ...] = (conversion_initialises_like_a_new_model, reentrant_is_refused, documented)
+BY_METHOD: tuple[Check, ...] = (
+    conversion_initialises_like_a_new_model,
+    combines_with_shared_states,
+    reentrant_is_refused,
+    documented,
+)
 CHECKS: tuple[Check, ...] = (*BY_OPTIONS, *BY_METHOD)
 
 __all__ = ["CHECKS", "BY_METHOD", "BY_OPTIONS", "check_method", "compiled_equals_eager", "config_of"]

@@ -2,7 +2,7 @@
 
 The folder's own `__init__.py` says in plain values how a shell shows it:
 
-- `GROUP`: the panel of `crosslayer --help` in which it stands;
+- `GROUP`: the panel of `crosslayer --help` in which it stands, one of `GROUPS`;
 - `ARGUMENTS`: how many of its parameters are written without a name, 1 by default;
 - `PANELS`: panels of its help with the options in each, all of them in their order; "Options" is always the first;
 - `NEEDS_TORCH`: whether it imports torch at once, True by default; the command line says so, since that takes seconds;

@@ -252,7 +252,7 @@ BAD = [
     ("mhc", "did you mean 'hyper_connections'"),
     ("value_residual", "did you mean 'resformer'"),
     ({"group": 2}, "each entry needs a name"),
-    ([5], "each entry needs a name, got 5; known methods: attnres"),
+    ([5], "each entry needs a name, got 5; known methods: .*attnres"),
     ({"name": "cla", "groop": 2}, "did you mean 'group'"),
     ({"name": "cla", "group": 7}, "group must be 1 to 6 .*, got 7"),
     ({"name": "cla", "start": 4, "end": 3}, "0 ≤ start < end ≤ 6"),

@@ -315,7 +315,10 @@ class Diagnosis(Result):
     def __getattr__(self, name: str) -> np.ndarray:
         """Return the means of a measure over sequences; `Measures` documents shapes and units."""
         if name in Measures.model_fields:
-            return getattr(self.measures, name).array()
+            measure = getattr(self.measures, name)
+            if measure is None:
+                raise AttributeError(f"this record has no {name!r}, which is newer; run diagnose again")
+            return measure.array()
         raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
 
     def __dir__(self) -> list[str]:

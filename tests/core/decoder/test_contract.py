@@ -142,5 +142,7 @@ def test_what_fails_is_named_with_how_much_it_differs():
         contract.check_method(Foresight)
     with pytest.raises(AssertionError, match="^tokens before"):
         contract.causal(contract.config_of(Foresight()))
+    with pytest.raises(AssertionError, match="^layers.*values"):
+        contract.combines_with_shared_states(contract.config_of(Foresight()))
     with pytest.raises(AssertionError, match="'Flows:'"):
         contract.documented(contract.config_of(Foresight()))

@@ -14,11 +14,23 @@ import pytest
 import crosslayer
 from crosslayer.core import methods
 from crosslayer.core.method import Compensated, Method
-from crosslayer.testing import CHECKS, config_of
+from crosslayer.testing import CHECKS, cached_equals_full, causal, combines_with_shared_states, config_of
 
 ROOT = Path(__file__).parents[3]
 WORDS = ("Scaled values: groups", "U_n = A_n (s V_l)", "by: float = 2.0", "Where the trained number begins.",
          "KV cache: 75.00%", "KV bytes per token in bf16")  # fmt: skip
+
+
+MIXED = """
+from dataclasses import dataclass
+from crosslayer.core.method import Method
+from scaled import Below
+
+@dataclass(frozen=True)
+class Mixed(Method):
+    def heads(self, config, wiring, layer):
+        return Below()
+"""
 
 
 def blocks(heading: str) -> list[str]:
@@ -47,6 +59,13 @@ def test_it_is_described(folder):
     methods.allow_methods("scaled")
     (shown,) = crosslayer.methods("scaled").sentences()
     assert all(word in shown for word in WORDS), shown
+
+
+def test_the_mixer_that_hands_something_on_passes_the_contract(folder):
+    (folder / "mixed.py").write_text(MIXED)
+    methods.allow_methods("mixed")
+    for check in (cached_equals_full, causal, combines_with_shared_states):
+        check(config_of("mixed"))
 
 
 def test_the_class_may_be_named_as_in_python(folder):

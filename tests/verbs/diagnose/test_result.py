@@ -2,6 +2,7 @@
 
 import json
 import math
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -166,3 +167,10 @@ def test_a_result_shows_its_headline():
     diagnosis = crosslayer.diagnose(tiny("llama"), tokens())
     assert repr(diagnosis).startswith("Diagnosis(model=") and len(repr(diagnosis)) < 1000
     assert str(diagnosis) == repr(diagnosis) and "kv_share=" in repr(diagnosis)
+
+
+def test_a_measure_that_an_older_record_lacks_is_named():
+    diagnosis = crosslayer.load_result(Path(__file__).parents[3] / "docs" / "evidence" / "redundancy")
+    measures = diagnosis.measures.model_copy(update={"stream_norm": None})
+    with pytest.raises(AttributeError, match="'stream_norm'"):
+        _ = diagnosis.model_copy(update={"measures": measures}).stream_norm

@@ -18,9 +18,11 @@ import torch
 import typer
 
 import crosslayer
+from crosslayer.cache.policies import POLICIES
 from crosslayer.cli import app, main
 from crosslayer.core.methods import method_names
 from crosslayer.models import embedded
+from crosslayer.verbs.diagnose.result import Measures
 from crosslayer.verbs.retrofit.moments import is_enough
 from tests.helpers.daily import daily
 from tests.helpers.text import WORDS, tokenizer, words
@@ -135,6 +137,13 @@ def test_a_guide_shows_every_command():
 
 
 RUNNING = [page for page in PAGES if any(block.runs for block in blocks(page))]
+
+
+@pytest.mark.parametrize(("page", "names"), [("measure", POLICIES), ("inspect", Measures.model_fields)])
+def test_every_policy_and_every_measure_is_in_its_guide(page, names):
+    text = (DOCS / "guides" / f"{page}.md").read_text()
+    missing = [name for name in names if f"`{name}`" not in text]
+    assert not missing, f"docs/guides/{page}.md needs a row for each"
 
 
 def test_every_method_has_its_equation():

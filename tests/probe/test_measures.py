@@ -205,7 +205,7 @@ def test_measures_equal_naive_loops(family):
         # half-widths come from differences, which lose a few digits
         assert np.abs(width[..., 1] - width[..., 0] - 2 * half).max() < 1e-8 * max(1.0, np.abs(expected).max()), name
     others = {"mlp_l1_l2_others", "key_norm_ratio", "query_key_cosine", "query_key_cosine_others"}
-    assert set(naive[0]) | others == set(type(measures).model_fields)
+    assert set(naive[0]) | others == set(type(measures).model_fields), "Naive.expected needs a loop for each measure"
     for bins, norms in (
         (diagnosis.value_norms_by_position, "value_norms"),
         (diagnosis.hidden_norms_by_position, "norms"),

@@ -2,8 +2,8 @@
 
 A mark in the column *time* says that a command needs more than the installed package. All others run from a wheel, in
 a process that imports nothing of this clone. A tiny model of as many layers, with the real tokenizer, takes the place
-of smollm2 and gemma3. Commands that a page expects to take longer than a minute get smaller samples behind their own
-options, trainings two steps; comparisons, which are many trainings, are only read.
+of smollm2, gemma3 and qwen. Commands that a page expects to take longer than a minute get smaller samples behind their
+own options, trainings two steps; comparisons, which are many trainings, are only read.
 """
 
 import json
@@ -151,6 +151,7 @@ def models(tmp_path_factory):
     shapes = {
         "smollm2": ("llama", {"num_hidden_layers": 30}),
         "gemma3": ("gemma3_text", {"num_hidden_layers": 18, "layer_types": windowed}),
+        "qwen": ("qwen2", {"num_hidden_layers": 24}),
     }
     for name, (family, shape) in shapes.items():
         of_model = folder / f"{name}-{EMBEDDED[name].sha256[:16]}"

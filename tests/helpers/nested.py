@@ -40,4 +40,4 @@ class Mixer(HeadMixer):
 
     def before(self, q, k, v, carry):
         """Change v (B, H_kv, T, D)."""
-        return q, k, v * self.scale + self.linear(v), carry
+        return q, k, None if v is None else v * self.scale + self.linear(v), carry

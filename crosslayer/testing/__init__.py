@@ -28,7 +28,7 @@ from crosslayer.cache.running import quantized_cache, smaller_cache
 from crosslayer.core.decoder import CrossLayerConfig, CrossLayerForCausalLM
 from crosslayer.core.decoder.convert import convert_weights
 from crosslayer.core.method import Method
-from crosslayer.core.methods import Entry
+from crosslayer.core.methods import Entry, method_class, method_names
 from crosslayer.core.plan import CACHED
 from crosslayer.core.transformers_versions import CACHE
 from crosslayer.probe.intercept import visited
@@ -36,7 +36,6 @@ from crosslayer.testing.tiny import (
     ROUNDED,
     SHAPE,
     VOCABULARY,
-    Shared,
     build,
     close,
     config_of,
@@ -241,10 +240,13 @@ def wiring_matches_the_plan(config: CrossLayerConfig) -> None:
 @torch.no_grad()
 def combines_with_shared_states(config: CrossLayerConfig) -> None:
     """Where another method shares states, readers have none of their own: the mixers get None and must return it."""
-    for states in (("values",), ("keys", "values"), ("queries", "keys")):
-        shared = Shared(states)
+    layers = config.num_hidden_layers
+    for sharing in (method_class(name) for name in method_names()):
+        states = sharing.saves
+        if not states:
+            continue
         try:
-            together = config_of([*config.methods, shared], **{**SHAPE, "num_hidden_layers": config.num_hidden_layers})
+            together = config_of([*config.methods, sharing.example(layers)], num_hidden_layers=layers)
         except ValueError:
             continue  # the config says that the two exclude one another
         model, ids = build(together), tokens(length=6)

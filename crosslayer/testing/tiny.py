@@ -5,7 +5,6 @@ Shapes: B batch, T tokens, V vocabulary.
 
 import copy
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,9 +13,7 @@ from transformers import Cache, DynamicCache
 from transformers.cache_utils import CacheLayerMixin
 
 from crosslayer.core.decoder import CrossLayerConfig, CrossLayerForCausalLM
-from crosslayer.core.method import Method
 from crosslayer.core.methods import Entry
-from crosslayer.core.plan import STATES, DepthPlan
 from crosslayer.core.transformers_versions import CACHE
 
 # logits reach about 10 in float64, so this allows for another order of sums and nothing else
@@ -37,19 +34,6 @@ SHAPE: dict[str, Any] = {
     "eos_token_id": None,
     "pad_token_id": 0,
 }
-
-
-@dataclass(frozen=True)
-class Shared(Method):
-    """Each second layer reads these states of the layer below it."""
-
-    states: tuple[str, ...] = ("values",)
-
-    def plan(self, layers: int) -> DepthPlan:
-        """Return the sources."""
-        own, read = tuple(range(layers)), tuple(layer - layer % 2 for layer in range(layers))
-        sources: dict[str, Any] = {state: read if state in self.states else own for state in STATES}
-        return DepthPlan(**sources, mlps=own)
 
 
 def config_of(methods: Entry | Sequence[Entry] | None, **shape: Any) -> CrossLayerConfig:

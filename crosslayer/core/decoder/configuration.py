@@ -4,7 +4,7 @@ import contextlib
 import re
 from collections.abc import Mapping, Sequence
 from itertools import combinations
-from typing import Any, Self
+from typing import Any
 
 import torch
 from huggingface_hub.dataclasses import strict
@@ -97,10 +97,6 @@ class CrossLayerConfig(LlamaConfig):
     # transformers calls it by name, from a check of every config
     def validate_architecture(self) -> None:
         """Allow any head size; Llama's config requires hidden_size / num_attention_heads."""
-
-    def with_methods(self, methods: Any) -> Self:
-        """Return this config with other methods: instances, entries or None."""
-        return type(self)(**(self.to_dict() | {"cross_layer": methods}))
 
     @property
     def methods(self) -> list[Method]:

@@ -49,7 +49,7 @@ def to_config(source: PreTrainedConfig, cross_layer: Any = None) -> CrossLayerCo
         if source.linear_layers:
             layers = list(source.linear_layers)
             raise ValueError(f"layers {layers} have linear attention, which a retrofit cannot share")
-        return source.with_methods([*source.cross_layer, *(cross_layer or ())])
+        return CrossLayerConfig(**(source.to_dict() | {"cross_layer": [*source.cross_layer, *(cross_layer or ())]}))
     known = model_types()
     if source.model_type not in known:
         raise ValueError(

@@ -123,7 +123,7 @@ def generate(
     # against the 16-bit cache of the model without methods, after as many tokens
     plain, kv_share = loaded.config, None
     if isinstance(plain, CrossLayerConfig):
-        plain = plain.with_methods(None)
+        plain = CrossLayerConfig(**(plain.to_dict() | {"cross_layer": None}))
     with suppress(ValueError):  # a plan does not count every model
         whole = model_plan(plain, cache.get_seq_length(), REFERENCE_DTYPE).stored_bytes
         kv_share = round(held_bytes(cache).sixteen / whole, 4)

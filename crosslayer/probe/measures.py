@@ -12,7 +12,7 @@ from torch.nn import functional
 
 # Instead of 0 ÷ 0, a vector of zeros is at right angles to every other. Far below the norm of any state.
 SMALLEST_NORM = 1e-12
-MEDIAN_TOKENS = 64  # the median of a layer's hidden states is that of at least so many tokens
+MEDIAN_TOKENS = 64  # the median of a layer's hidden states is computed from at least this many tokens
 
 
 def working(x: Tensor) -> Tensor:
